@@ -160,7 +160,8 @@ def test_what_is_said_of_recall_is_measured():
     lost = {"lssar-nope-sooner": 2, f"{OURS}-start-faster": 1, f"{OURS}-pairs": 1, "lssar-nope-pairs": 1}
     for row, seeds in lost.items():
         found = accuracies(recalls("recall-global-heads")[row])
-        assert len(found) == seeds and all(one[64, False] < 0.25 for one in found)
+        assert len(found) == seeds
+        assert all(one[64, False] < 0.25 for one in found)
 
 
 def rounding() -> str:
@@ -379,7 +380,9 @@ def test_what_is_said_of_longer_texts_is_measured():
     near, far = leads("Softmax, 4 texts of 512")
     assert f"global heads are below it by {shown(-near)} on 512 bytes and by {shown(-far)} on 2,048" in TEXT
     near, far = leads("Softmax, 16 texts of 512")
-    assert f"global heads that read a quarter of it by {said(near)[1:]}, on 512 bytes and by {said(far)[1:]}, on" in TEXT
+    assert (
+        f"global heads that read a quarter of it by {said(near)[1:]}, on 512 bytes and by {said(far)[1:]}, on" in TEXT
+    )
 
 
 def test_what_is_said_of_rivals_in_the_two_heads_is_measured():

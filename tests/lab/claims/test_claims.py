@@ -627,6 +627,34 @@ def test_reproduce_runs_what_is_left_and_judges_all(
     assert before == (out / PUBLISHED / "two.md").read_bytes()
 
 
+def test_finished_runs_of_further_seeds_are_judged(two: Claim, tmp_path: Path) -> None:
+    """Of seeds that all rows have: results.json is written anew, and loses none of them."""
+    for recipe in recipes(two, "toy", range(2)):
+        finish(recipe, tmp_path)
+    for row in ("a", "b"):
+        shutil.copytree(tmp_path / f"{row}-s1", tmp_path / f"{row}-s3")  # of another recipe than that of seed 3
+    (tmp_path / "a-s4").mkdir()
+    (tmp_path / "a-slow").mkdir()
+
+    def judged() -> tuple[Results | None, str]:
+        screen = console()
+        return reproduce("two", tmp_path, seeds=1, console=screen), said(screen)
+
+    both = reproduce("two", tmp_path, seeds=2, console=console())
+    again, told = judged()
+    assert both is not None
+    assert again is not None
+    assert again.runs == both.runs
+    assert [(run.row, run.info.seed) for run in again.runs] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    assert f"Two rows: the runs of seed 1 in {tmp_path} are judged, too" in told
+    assert "seeds 0, 1" in (tmp_path / PUBLISHED / "two.md").read_text()
+    (tmp_path / "b-s1" / "evaluation.json").unlink()
+    alone, told = judged()
+    assert alone is not None
+    assert [(run.row, run.info.seed) for run in alone.runs] == [("a", 0), ("b", 0)]
+    assert "judged, too" not in told
+
+
 def test_earlier_runs_are_not_trained_again(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
     first, second, screen = tmp_path / "first", tmp_path / "second", console()
     for recipe in recipes(two, "toy", [0]):
@@ -805,14 +833,54 @@ def _not_a_number(self: WindowTrainer, model: Any, inputs: dict[str, torch.Tenso
     return model(input_ids=inputs["input_ids"]).logits.mean() * math.nan
 
 
-def test_what_cannot_fit_is_refused_before_anything_starts(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(memory, "_free_memory", lambda: ("this machine", 100_000))
-    with pytest.raises(
-        LabError,
-        match=r"needs at least 0\.0 GB of memory in each of 2 at a time \(activations are not counted\), and this",
-    ):
-        reproduce("two", tmp_path / "out", jobs=2, console=console())
+@pytest.mark.parametrize(
+    ("jobs", "processes", "needed", "remedy"),
+    [
+        (1, 1, "of memory", ""),
+        (2, 1, "of memory in each of 2 at a time", "take fewer runs at a time or "),
+        (1, 3, "of memory in each of 3 processes", "take fewer processes a run or "),
+        (
+            2, 3, "of memory in each of 3 processes of each of 2 at a time",
+            "take fewer runs at a time, take fewer processes a run or ",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_fit_is_refused_before_anything_starts(
+    two: Claim, tmp_path: Path, monkeypatch: Any, jobs: int, processes: int, needed: str, remedy: str
+) -> None:
+    """Processes on CPUs share the memory. The remedy names what `reproduce` can change: this is the
+    smallest scale.
+    """
+    monkeypatch.setattr(study, "cores", lambda: 2)
+    each = max(memory.least_memory(recipe, processes) for recipe in recipes(two, "toy", [0]))
+
+    def free(amount: int) -> None:
+        monkeypatch.setattr(memory, "_free_memory", lambda: ("this machine", amount))
+
+    free(each * jobs * processes - 1)
+    with pytest.raises(LabError) as refused:
+        reproduce("two", tmp_path / "out", jobs=jobs, processes=processes, console=console())
+    assert f"needs at least 0.0 GB {needed} (activations are not counted), and this machine has" in str(refused.value)
+    assert str(refused.value).endswith(f"GB free; {remedy}use a machine with more memory")
     assert not (tmp_path / "out").exists()
+    free(each * jobs * processes)
+    reproduce("two", tmp_path / "out", jobs=jobs, processes=processes, estimate_only=True, console=console())
+
+
+def test_a_smaller_scale_is_named_where_there_is_one(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
+    """On GPUs more processes have fewer logits each."""
+    monkeypatch.setitem(claims.BASES, "gpt2", claims.BASES["toy"])
+    monkeypatch.setattr(memory, "_free_memory", lambda: ("the GPU", 1000))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    smaller = r"; choose --scale toy or small, "
+    for processes, remedy in ((2, r"take more processes a run or use a GPU"), (8, None)):
+        end = smaller + remedy if remedy else r"; choose --scale toy or small or use a GPU"
+        with pytest.raises(LabError, match=f"{end} with more memory$"):
+            reproduce("two", tmp_path / "out", scale="gpt2", processes=processes, console=console())
+    two.untestable["small"] = "no"
+    with pytest.raises(LabError, match=r"; choose --scale toy or use a GPU with more memory$"):
+        reproduce("two", tmp_path / "out", scale="gpt2", processes=8, console=console())
 
 
 def test_more_processes_than_gpus_are_refused(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
@@ -827,7 +895,9 @@ def test_a_training_that_cannot_fit_is_refused_before_its_corpus(tiny: Path, tmp
     monkeypatch.setattr(memory, "_free_memory", lambda: ("this machine", 100_000))
     monkeypatch.setattr(data, "load", lambda *_: pytest.fail("the corpus was read"))
     with pytest.raises(
-        LabError, match=r"tiny needs at least .* GB of memory \(activations are not counted\), and this"
+        LabError,
+        match=r"tiny needs at least .* GB of memory \(activations are not counted\), and this .* GB free; "
+        "choose a smaller model, raise train.accumulate or use a machine with more memory$",
     ):
         train(loading.load(tiny), tmp_path / "out")
     assert not (tmp_path / "out" / "run.json").exists()

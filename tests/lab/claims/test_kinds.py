@@ -125,6 +125,94 @@ def test_one_of_many_that_is_barely_higher_is_inconclusive(a_run: Any) -> None:
         assert verdict(made, runs) == expected, (ours, count)
 
 
+# Trainings that diverged
+
+BETTER = 'row = "a"\nthan = "b"'
+MEASURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lower": (BETTER, {}),
+    "sooner": (BETTER, {}),
+    "classifies": (BETTER, {"classification": None}),
+    "finds": (f'{BETTER}\nat = "1x"', {"passkeys": []}),
+    "answers": (BETTER, {"tasks": None}),
+}
+"""Kinds that say which row is better: the rest of a statement, and what a run lacks that was not
+measured.
+"""
+
+
+@pytest.fixture
+def measured(a_run: Any) -> Any:
+    """A row's three trainings with all that statements read; these seeds of them diverged."""
+
+    def make(row: str, gone: tuple[int, ...] = ()) -> list[Run]:
+        runs = []
+        for seed in range(3):
+            if seed in gone:
+                runs.append(a_run(row, seed, status="diverged"))
+                continue
+            run = a_run(row, seed, validation_loss=[(50, 3.0), (100, 2.0)])
+            zero = Value(mean=0.0, standard_error=0.0)
+            names = ("zeros", "above_1e_9", "above_1e_3", "entropy", "uniform", "distance", "beyond", "below_1e_3")
+            answered = TaskRow(task="sciq", accuracy=0.5, standard_error=0.1, right=[0, 1])
+            found = Classification(
+                run=row, mechanism=row, train_length=run.info.train_length, seed=seed, corpus_key="k", length=64,
+                accuracy=0.5, standard_error=0.1, documents=[1, 2], right=[1, 1], counts=[2, 2],
+            )  # fmt: skip
+            measures = {
+                "classification": found,
+                "passkeys": [recalled(run.info.train_length, 32)],
+                "tasks": Tasks(run=row, harness="0", rows=[answered]),
+                "attention": [Attention(length=128, layer=None, head=None, **dict.fromkeys(names, zero))],
+            }
+            runs.append(run.model_copy(update=measures))
+        return runs
+
+    return make
+
+
+@pytest.mark.parametrize("kind", MEASURES)
+def test_a_row_that_diverged_is_the_worse_one_in_every_kind(measured: Any, kind: str) -> None:
+    rest, missing = MEASURES[kind]
+    made, every = claim(["a", "b"], f'kind = "{kind}"\n{rest}'), (0, 1, 2)
+    for gone, other, expected in (
+        (every, (), "fails"), ((), every, "holds"), (every, every, "inconclusive"), ((1,), (), "inconclusive"),
+        ((), (1,), "inconclusive"), (every, (1,), "inconclusive"),
+    ):  # fmt: skip
+        judged = judge(made, results(measured("a", gone) + measured("b", other)))[0]
+        assert judged.verdict == expected, (gone, other)
+        assert "diverged" in judged.shown.text
+    if missing:
+        first, *others = measured("b")
+        lacking = [first.model_copy(update=missing), *others]
+        judged = judge(made, results(measured("a", every) + lacking))[0]
+        assert judged.verdict == "not run"
+        assert judged.shown.text.startswith("b was not ")
+
+
+def test_a_row_that_diverged_has_no_faint_probabilities(measured: Any) -> None:
+    made = claim(["a"], 'kind = "faint"\nrow = "a"\nshare = 0.5\nbelow = "1e-3"')
+    for gone, expected in (((), "fails"), ((0, 1, 2), "fails"), ((1,), "inconclusive")):
+        judged = judge(made, results(measured("a", gone)))[0]
+        assert judged.verdict == expected
+        told = f"{len(gone)} of 3 trainings of a diverged" if gone else "a 1x: 0.0% ± 0.0% below 1e-3"
+        assert judged.shown.text == told
+
+
+def test_a_family_that_diverged_saves_nothing(by_size: Any, a_run: Any) -> None:
+    """With some of its trainings there is no law, and no verdict."""
+    runs = by_size(0.8, 0.8, 0.8)
+
+    def without(start: str) -> str:
+        return verdict(
+            saves(),
+            [a_run(r.row, r.info.seed, status="diverged") if r.row.startswith(start) else r for r in runs],
+        )
+
+    assert [without(start) for start in ("laser", "softmax", "", f"laser_{SIZES[0]}")] == [
+        "fails", "holds", "inconclusive", "inconclusive"
+    ]  # fmt: skip
+
+
 # saves
 
 

@@ -190,6 +190,15 @@ def test_folders_that_are_wrong(folder: Path, text: str, says: str) -> None:
         _ = data.sampled(of_folder(folder), silent).key
 
 
+@pytest.mark.parametrize("key", ["data.source", "data.validation_source"])
+def test_folders_that_are_missing(folder: Path, tmp_path: Path, key: str) -> None:
+    with pytest.raises(LabError, match=f"there is no folder {tmp_path / 'gone'}; name a folder in LibriSpeech's"):
+        _ = data.sampled(of_folder(folder, f"{key}={tmp_path / 'gone'}"), silent).key
+    (tmp_path / "gone").mkdir()
+    with pytest.raises(LabError, match=r"gone has no \*\.trans\.txt; name a folder"):
+        _ = data.sampled(of_folder(folder, f"{key}={tmp_path / 'gone'}"), silent).key
+
+
 def test_files_that_are_broken_are_named(folder: Path) -> None:
     place = folder / "train" / "19" / "198"
     sound = place / "19-198-0000.flac"

@@ -206,6 +206,21 @@ def test_each_row_is_timed_once_whatever_its_name(two_rows: Path, tmp_path: Path
     assert study.estimate(jobs, 1).seconds == pytest.approx(0.4)  # the evaluations are left
 
 
+def test_the_estimate_counts_the_fine_tuning_for_a_classification(
+    two_rows: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """3 * 4096 examples of 32 tokens, after a training on 10 * 8 of them: 153.6 times as many."""
+    (recipe, *_) = study.recipes(*study.load(str(two_rows)))
+    assert (recipe.train.length, recipe.train.batch, recipe.train.steps) == (32, 8, 10)
+    also = recipe.evaluate.model_copy(update={"also": ["classification"]})
+    jobs = plan_jobs(tmp_path, [recipe.model_copy(update={"evaluate": also})], [recipe.name])
+    monkeypatch.setattr(study, "_trial", lambda *_: (10.0, 1))
+    assert study.estimate(jobs, 1).seconds == pytest.approx(10 + 9 * 153.6)
+    assert study.estimate(jobs, 1, processes=2).seconds == pytest.approx(10 + 2 * 9 * 153.6)
+    monkeypatch.setattr(study, "is_trained", lambda job: True)
+    assert study.estimate(jobs, 1).seconds == pytest.approx(1 + 9 * 153.6)
+
+
 @pytest.mark.parametrize(
     ("seconds", "told"),
     [(59 * 60 + 7, "about 59:07 (minutes:seconds), and"), (3600 * 1234.5, "about 1,234.5 hours, and")],

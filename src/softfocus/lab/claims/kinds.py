@@ -12,7 +12,17 @@ from statistics import median
 import numpy as np
 
 from softfocus.lab.claims.claim import Answers, Claim, Classifies, Faint, Finds, Saves, Sooner, Steeper
-from softfocus.lab.claims.parts import SEEDS, Lost, Part, decide, lost_lower, pairs_of, sides_of
+from softfocus.lab.claims.parts import (
+    SEEDS,
+    Part,
+    decide,
+    lost_alone,
+    lost_lower,
+    lost_of,
+    lost_text,
+    pairs_of,
+    sides_of,
+)
 from softfocus.lab.claims.power_law import families, saved
 from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.evaluate.means import Estimate, Mean, difference, estimate
@@ -36,7 +46,7 @@ def _steeper(results: Results, statement: Steeper, rows: tuple[str, str]) -> Par
     ours, others = ([(run.info.seed, Mean(_log_norm(run, statement), 0.0)) for run in runs] for runs in sides)
     if any(math.isinf(mean.value) for _, mean in (*ours, *others)):
         first, second = ((sum(math.isinf(mean.value) for _, mean in side), len(side)) for side in (ours, others))
-        return Part(lost_lower(second, first), _lost_text(rows, first, second))
+        return Part(lost_lower(second, first), lost_text(rows, (first, second)))
     found = difference(others, ours)
     ratio, error = math.exp(-found.value), found.standard_error
     times = f"{ratio:.2f}" if 0.1 <= ratio < 100 else f"{ratio:.3g}"
@@ -45,10 +55,6 @@ def _steeper(results: Results, statement: Steeper, rows: tuple[str, str]) -> Par
         f"(log ± {error:.2f})"
     )
     return decide(found, -math.log(statement.factor), text)
-
-
-def _lost_text(rows: tuple[str, str], first: Lost, second: Lost) -> str:
-    return f"{first[0]} of {first[1]} trainings of {rows[0]} diverged, {second[0]} of {second[1]} of {rows[1]}"
 
 
 def sooner(claim: Claim, results: Results, statement: Sooner) -> list[Part]:
@@ -69,9 +75,9 @@ def _sooner(results: Results, statement: Sooner, rows: tuple[str, str]) -> Part:
         return early
     ours, others = ({run.info.seed: run.info for run in runs} for runs in sides)
     pairs = [(seed, ours[seed], others[seed]) for seed in sorted(ours.keys() & others.keys())]
-    first, second = ((sum(run.diverged for run in runs), len(runs)) for runs in sides)
+    first, second = lost = [lost_of(runs) for runs in sides]
     if first[0] or second[0]:
-        return Part(lost_lower(first, second), _lost_text(rows, first, second))
+        return Part(lost_lower(first, second), lost_text(rows, lost))
     if len(pairs) < SEEDS or not all(one.validation_loss for _, *both in pairs for one in both):
         return Part("not run", f"{rows[0]} and {rows[1]} have no validation losses of {SEEDS} shared seeds")
     in_time = statement.of == "time"
@@ -105,10 +111,13 @@ def faint(claim: Claim, results: Results, statement: Faint) -> list[Part]:
     for row in statement.row:
         (runs,), early = sides_of(results, [row])
         known = [(run.info.seed, value) for run in runs if (value := _probabilities(run, statement)) is not None]
+        lost = lost_of(runs)
         if early:
             parts.append(early)
-        elif len(known) < len(runs):
-            parts.append(Part("not run", f"{row} {statement.at} has no probabilities: diverged, or not inspected"))
+        elif len(known) + lost[0] < len(runs):
+            parts.append(Part("not run", f"{row} {statement.at} has no probabilities: it was not inspected"))
+        elif lost[0]:
+            parts.append(Part(lost_alone(lost), lost_text([row], [lost])))
         else:
             found = estimate(known)
             text = f"{row} {statement.at}: {found.value:.1%} ± {found.standard_error:.1%} below {statement.below}"
@@ -157,15 +166,19 @@ def _fewer_errors(
         rows: the row, and the other.
         errors: the share of a run, None where it was not measured.
         word: what an answer without error is, such as "right".
-        missing: what is wrong with a run that has no share.
+        missing: what is wrong with a run that has no share, and did not diverge.
         prefix: what the text starts with.
     """
     sides, early = sides_of(results, rows)
     if early:
         return early
     known = [[(run.info.seed, one) for run in runs if (one := errors(run)) is not None] for runs in sides]
-    if any(len(some) < len(runs) for some, runs in zip(known, sides, strict=True)):
-        return Part("not run", f"{rows[0]} or {rows[1]} diverged, or {missing}")
+    first, second = lost = [lost_of(runs) for runs in sides]
+    for row, some, (gone, of) in zip(rows, known, lost, strict=True):
+        if len(some) + gone < of:
+            return Part("not run", f"{row} {missing}")
+    if first[0] or second[0]:
+        return Part(lost_lower(first, second), prefix + lost_text(rows, lost))
     found = difference(*known)
     ours, others = (1 - estimate(some).value for some in known)
     shares = f"{rows[0]} {ours:.1%}, {rows[1]} {others:.1%} {word}"
@@ -205,9 +218,14 @@ def saves(claim: Claim, results: Results, statement: Saves) -> list[Part]:
     _, early = sides_of(results, [*statement.row, *statement.than])
     if early:
         return [early]
+    first, second = lost = [
+        lost_of([run for row in rows for run in results.of(row)]) for rows in (statement.row, statement.than)
+    ]
+    if first[0] or second[0]:
+        return [Part(lost_lower(first, second), lost_text(("one family", "the other"), lost))]
     both = families(results, statement)
     if both is None or both[0].losses.keys() != both[1].losses.keys():
-        return [Part("inconclusive", "a size diverged, was not measured, or has other seeds")]
+        return [Part("inconclusive", "a size was not measured, or has other seeds")]
     ours, others = both
     found = saved(ours, others)
     if found is None:

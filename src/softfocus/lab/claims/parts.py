@@ -86,6 +86,23 @@ def lost_lower(first: Lost, second: Lost) -> Verdict:
     return "fails" if first[0] == first[1] and second[0] == 0 else "inconclusive"
 
 
+def lost_alone(row: Lost) -> Verdict:
+    """What becomes of a statement about a row alone where some of its trainings diverged."""
+    return "fails" if row[0] == row[1] else "inconclusive"
+
+
+def lost_text(rows: Sequence[str], lost: Sequence[Lost]) -> str:
+    """How many trainings of each row diverged."""
+    (count, of), *others = lost
+    more = "".join(f", {count} of {of} of {row}" for row, (count, of) in zip(rows[1:], others, strict=True))
+    return f"{count} of {of} trainings of {rows[0]} diverged{more}"
+
+
+def lost_of(runs: Sequence[Run]) -> Lost:
+    """How many of some trainings diverged."""
+    return sum(run.diverged for run in runs), len(runs)
+
+
 def sides_of(results: Results, rows: Sequence[str]) -> tuple[list[list[Run]], Part | None]:
     """The trainings of some rows, and why there is no verdict on them; None where there are
     enough.

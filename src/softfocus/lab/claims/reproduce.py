@@ -1,6 +1,7 @@
 """Run a claim: train what is left of its rows, keep what came out, and judge it."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -13,17 +14,23 @@ from softfocus.lab.claims.claim import Claim, Saves, Scale
 from softfocus.lab.claims.page import report, verdict_lines
 from softfocus.lab.claims.power_law import families
 from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SIZES, TRAINING, Results, collect
+from softfocus.lab.errors import LabError
 from softfocus.lab.progress import say
+from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.figure import save_png
+from softfocus.lab.report.points import count_text
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.results import json_text
-from softfocus.lab.studies.jobs import missing_lines, refuse_failed
+from softfocus.lab.studies.jobs import missing_lines, plan_jobs, refuse_failed
 from softfocus.lab.studies.study import train_all
 
 PUBLISHED = "results"
 """In the folder of the runs: what `softfocus report` reads, NAME/SCALE/results.json and figure.png,
 and the pages.
 """
+
+
+_OVER = ("finished", "diverged")
 
 
 def reproduce(
@@ -41,13 +48,14 @@ def reproduce(
 ) -> Results | None:
     """Run every row of a claim at a scale, and judge its statements.
 
-    Rows that claims share have the same name, so in one folder they are trained once.
+    Rows that claims share have the same name, so in one folder they are trained once. Finished runs
+    of further seeds in the folder are judged, too, where every row has them.
 
     Args:
         name: of the claim.
         folder: gets a run folder for each row and seed, logs, and `results`.
         scale: which recipe the rows change.
-        seeds: so many of each row, from 0 on.
+        seeds: so many of each row are trained, from 0 on.
         jobs: runs at a time; by default as many as there are cores, or one on a GPU.
         processes: of each run, a device each, under torchrun.
         earlier: holds NAME/SCALE/results.json; the runs in it are taken as they are, and not
@@ -79,18 +87,25 @@ def reproduce(
         overwrite=overwrite,
         estimate_only=estimate_only,
         processes=processes,
+        smaller=_smaller(claim, scale),
         console=console,
     )
     if estimate_only:
         return None
-    over = [job.recipe for job in found if job.status in ("finished", "diverged")]
+    further = _further(claim, scale, seeds, folder)
+    if more := list(dict.fromkeys(str(recipe.train.seed) for recipe in further)):
+        told = f"{claim.title}: the runs of {'seeds' if more[1:] else 'seed'} {', '.join(more)} in {folder}"
+        say(console, f"{told} are judged, too")
+    plan += further
+    over = [*(job.recipe for job in found if job.status in _OVER), *further]
     failed = [job for job in found if job.status == "failed"]
     results = collect(claim, scale, over, folder, missing_lines(failed))
     known = there | {f"{run.row}-s{run.info.seed}": run for run in results.runs}
     results = results.model_copy(update={"runs": [known[one.name] for one in plan if one.name in known]})
     place = folder / PUBLISHED / name / scale
     write_atomically(place / RESULTS, json_text(results))
-    title = f"{claim.title}\n{claim.source} · scale {scale}, {seeds} seeds"
+    judged = count_text(sorted({run.info.seed for run in results.runs}))
+    title = f"{claim.title}\n{claim.source} · scale {scale}, {judged}"
     for file, drawn in _figures(claim, results, title):
         save_png(drawn, place / file, dpi=110)
     report(folder / PUBLISHED)
@@ -111,3 +126,24 @@ def _figures(claim: Claim, results: Results, title: str) -> Iterator[tuple[str, 
         yield POWERS, figure.draw_powers(results, title=title)
     if (by_size := claim.first(Saves)) is not None and (both := families(results, by_size)):
         yield SIZES, figure.draw_sizes(both, title=title)
+
+
+def _further(claim: Claim, scale: Scale, seeds: int, folder: Path) -> list[Recipe]:
+    """Of seeds beyond those asked for, the runs that earlier calls left: where all rows have
+    finished or diverged, so that all have the same seeds.
+    """
+    named = [path.name.rpartition("-s") for path in folder.glob("*-s*")]
+    numbers = {int(seed) for row, _, seed in named if row in claim.rows and seed.isdecimal()}
+    found: list[Recipe] = []
+    for seed in sorted(number for number in numbers if number >= seeds):
+        with suppress(LabError):  # of another recipe, or damaged
+            recipes = claims.recipes(claim, scale, [seed])
+            jobs = plan_jobs(folder, recipes, [recipe.name for recipe in recipes])
+            found += recipes if all(job.status in _OVER for job in jobs) else []
+    return found
+
+
+def _smaller(claim: Claim, scale: Scale) -> str:
+    """How to take a smaller model; nothing at the smallest scale. The recipes are the claim's."""
+    scales = claim.scales[: claim.scales.index(scale)]
+    return f"choose --scale {' or '.join(scales)}" if scales else ""

@@ -23,7 +23,20 @@ from softfocus.lab.claims.claim import (
     Steeper,
     Trains,
 )
-from softfocus.lab.claims.parts import Lost, Part, Verdict, corrected, decide, lost_lower, pairs_of, sides_of, together
+from softfocus.lab.claims.parts import (
+    Lost,
+    Part,
+    Verdict,
+    corrected,
+    decide,
+    lost_alone,
+    lost_lower,
+    lost_of,
+    lost_text,
+    pairs_of,
+    sides_of,
+    together,
+)
 from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.report.points import Cell, cell
 from softfocus.lab.run_folder.results import AS_TRAINED
@@ -64,9 +77,8 @@ def _trains(claim: Claim, results: Results, statement: Trains) -> list[Part]:
     parts = []
     for row in statement.row:
         (runs,), early = sides_of(results, [row])
-        count = sum(run.diverged for run in runs)
-        text = f"{count} of {len(runs)} trainings of {row} diverged"
-        parts.append(early or Part("fails" if count else "holds", text))
+        lost = lost_of(runs)
+        parts.append(early or Part("fails" if lost[0] else "holds", lost_text([row], [lost])))
     return parts
 
 
@@ -173,7 +185,7 @@ def _lost_close(first: Lost, second: Lost) -> Verdict:
 
 def _lost_flat(there: Lost, at_first: Lost) -> Verdict:
     """A row that diverged in every training is not flat."""
-    return "fails" if there[0] == there[1] else "inconclusive"
+    return lost_alone(there)
 
 
 def _lost(runs: Sequence[Run], there: Cell | None) -> int:

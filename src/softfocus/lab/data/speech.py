@@ -216,9 +216,12 @@ class LibriSpeech(WithoutTokens):
 
     def _read(self, folder: Path) -> list[tuple[Path, str]]:
         """Every utterance of a folder that is not too long, in the order of their names."""
+        remedy = "name a folder in LibriSpeech's layout"
+        if not folder.is_dir():
+            raise LabError(f"there is no folder {folder}", remedy)
         lists = sorted(folder.rglob("*.trans.txt"))
         if not lists:
-            raise LabError(f"{folder} has no *.trans.txt", "name a folder in LibriSpeech's layout")
+            raise LabError(f"{folder} has no *.trans.txt", remedy)
         try:
             texts = [(file, file.read_text(encoding="utf-8")) for file in lists]
         except (OSError, UnicodeDecodeError) as error:

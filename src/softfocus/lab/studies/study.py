@@ -25,7 +25,7 @@ from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.studies import pool
 from softfocus.lab.studies.jobs import LOGS, TRAINING, Job, is_trained, missing_lines, plan_jobs, refuse_failed
 from softfocus.lab.studies.screen import clock
-from softfocus.lab.train.memory import check_memory, check_processes
+from softfocus.lab.train.memory import SMALLER, check_memory, check_processes
 
 TRIAL = 4
 """Steps of each row that are timed for the estimate; the first, which sets things up, does not
@@ -179,6 +179,7 @@ def train_all(
     overwrite: bool = False,
     estimate_only: bool = False,
     processes: int = 1,
+    smaller: str = SMALLER,
 ) -> list[Job]:
     """Say what runs will take, then train and measure those that are not finished.
 
@@ -192,6 +193,7 @@ def train_all(
         overwrite: train again what is there.
         estimate_only: say what it will take and stop.
         processes: of each run, a device each, under torchrun.
+        smaller: what to do where a run does not fit into memory; "" where its recipe is fixed.
 
     Returns:
         A job for each recipe.
@@ -209,7 +211,7 @@ def train_all(
     found = plan_jobs(folder, plan, labels or [recipe.name for recipe in plan], overwrite=overwrite)
     left = [job for job in found if job.status == "waiting"]
     workers = min(jobs or _default_jobs(), max(1, len(left)))  # they share the cores
-    check_memory([job.recipe for job in left], workers, processes)
+    check_memory([job.recipe for job in left], workers, processes, smaller)
     if any("tasks" in job.recipe.evaluate.also for job in left):
         from softfocus.lab.evaluate import tasks
 
@@ -243,7 +245,10 @@ def estimate(
     """What the runs that are not finished will take. Rows that are trained alike but for the seed
     are timed once.
 
-    Of one that is trained the evaluation is left. ``tell`` is called with how far the timing is.
+    Of one that is trained the evaluation is left. That is the screen's share of a run, and as long
+    as training takes for the tokens on which a run is fine-tuned for a classification. What
+    passkeys, tasks and the rest of evaluate.also take is left out. ``tell`` is called with how far
+    the timing is.
     """
     timed: dict[object, tuple[float, int]] = {}
     left = [job for job in jobs if job.status == "waiting"]
@@ -252,12 +257,27 @@ def estimate(
         if row not in timed:
             tell(f"timing a few steps of each row: {len(timed) + 1} of {len(set(rows))}")
             timed[row] = _trial(job.recipe, max(1, cores() // workers), processes)
-    shares = [1 - TRAINING if is_trained(job) else 1.0 for job in left]
-    seconds = sum(share * timed[row][0] for share, row in zip(shares, rows, strict=True))
+    seconds = 0.0
+    for job, row in zip(left, rows, strict=True):
+        training = TRAINING * timed[row][0]
+        seconds += timed[row][0] - (training if is_trained(job) else 0.0)
+        if "classification" in job.recipe.evaluate.also:
+            seconds += training * _fine_tuning(job.recipe, processes)
     seconds /= min(workers, max(1, len(left)))
     sizes = [timed[row][1] for row in rows]
     size = KEPT * sum(sizes) + CHECKPOINT * sum(sorted(sizes)[-workers:])  # each that trains writes a third one
     return Expected(runs=len(jobs), left=len(left), seconds=seconds, bytes=size)
+
+
+def _fine_tuning(recipe: Recipe, processes: int) -> float:
+    """The tokens of the fine-tuning for a classification, which one process does, as a share of
+    those that it trains on.
+    """
+    from softfocus.lab.evaluate import classify
+
+    train = recipe.train
+    tokens = classify.EPOCHS * classify.TRAINING * min(classify.LONGEST, train.length)
+    return tokens * processes / (train.steps * train.batch * train.length)
 
 
 def _copied(jobs: Sequence[Job]) -> int:

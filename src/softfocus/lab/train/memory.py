@@ -11,6 +11,8 @@ _STATE = 16
 """Bytes a parameter: weight, gradient and two moments in float32."""
 _LOGITS = 12
 """Bytes a logit: itself in float32, its probability, its gradient."""
+SMALLER = "choose a smaller model, raise train.accumulate"
+"""How to change a recipe that does not fit."""
 
 
 def check_processes(processes: int) -> None:
@@ -44,25 +46,44 @@ def least_memory(recipe: Recipe, processes: int = 1) -> int:
     return _STATE * parameters + _LOGITS * rows * recipe.train.length * vocabulary
 
 
-def check_memory(recipes: Sequence[Recipe], at_a_time: int, processes: int = 1) -> None:
+def check_memory(recipes: Sequence[Recipe], at_a_time: int, processes: int = 1, smaller: str = SMALLER) -> None:
     """Refuse what certainly does not fit.
+
+    Args:
+        recipes: of the runs.
+        at_a_time: so many runs.
+        processes: of each run. Each has a GPU of its own; without GPUs those of this machine share
+            its memory.
+        smaller: how whoever started this makes a run smaller; "" where there is no way.
 
     Raises:
         LabError: it does not.
     """
+    import torch
+
     sizes = {recipe.name: least_memory(recipe, processes) for recipe in recipes}
     if not sizes:
         return
     name = max(sizes, key=lambda one: sizes[one])
     together = min(at_a_time, len(sizes))
+    on_gpu = torch.cuda.is_available()
+    # torchrun, which starts them, says how many of them are here
+    sharing = 1 if on_gpu else min(processes, int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
     place, free = _free_memory()
-    if sizes[name] * together > free:
-        times = f" in each of {together} at a time" if together > 1 else ""
-        raise LabError(
-            f"{name} needs at least {sizes[name] / 1e9:.1f} GB of memory{times} (activations are not counted), "
-            f"and {place} has {free / 1e9:.1f} GB free",
-            "choose a smaller model, raise train.accumulate, let fewer train at a time, or use a larger machine",
-        )
+    if sizes[name] * sharing * together <= free:
+        return
+    several = {"processes": sharing, "at a time": together}
+    times = " of each".join(f" of {count} {what}" for what, count in several.items() if count > 1)
+    remedies = [smaller] if smaller else []
+    remedies += ["take fewer runs at a time"] if together > 1 else []
+    remedies += ["take fewer processes a run"] if sharing > 1 else []
+    remedies += ["take more processes a run"] if on_gpu and processes < torch.cuda.device_count() else []
+    remedies += [f"use a {'GPU' if on_gpu else 'machine'} with more memory"]
+    raise LabError(
+        f"{name} needs at least {sizes[name] / 1e9:.1f} GB of memory{times and f' in each{times}'} "
+        f"(activations are not counted), and {place} has {free / 1e9:.1f} GB free",
+        " or ".join([", ".join(remedies[:-1]), remedies[-1]] if remedies[1:] else remedies),
+    )
 
 
 def _free_memory() -> tuple[str, int]:
