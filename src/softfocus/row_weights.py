@@ -69,7 +69,8 @@ def weights(
 
     Raises:
         ValueError, TypeError: an argument that does not fit; the message names it.
-        RuntimeError: rows that are not there, in compiled code.
+        RuntimeError: rows that are not there, in compiled code. On a GPU that is an assertion of
+            the device: the process cannot use the GPU after it.
 
     Example: ``weights(q, k, rows=[-1], is_causal=True, mechanism="lssar")`` is what the last token
     looks at.

@@ -338,7 +338,7 @@ def rows_of(rows: Sequence[int] | Tensor | None, query: Tensor) -> Tensor:
         return chosen
     outside = ((chosen < -length) | (chosen >= length)).any()
     if torch.compiler.is_compiling():  # compiled code looks when it runs
-        torch._assert_async(~outside, "rows: got a number that no query has")
+        torch._assert_async(~outside, "rows: got a number that no query has, expected -L to L - 1 for L queries")
     elif bool(outside):
         raise ValueError(
             f"rows: got {chosen.min()} to {chosen.max()}, expected numbers from {-length} to {length - 1}: there are "

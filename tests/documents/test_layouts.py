@@ -257,8 +257,39 @@ def _loss(study: str, run: str) -> float | None:
     return loss(study, run) if run in runs(study) else None
 
 
+POWERS = {
+    "h-p3": "LSSAR, p = 3", "h-p7": "p = 7", "h-p15": "p = 15", "lssa-hybrid": "p = 31: `demo-hybrid`",
+    "h-p15-laser": "p = 15, with LASER in all layers",
+}  # fmt: skip
+
+
+def powers() -> str:
+    """Other powers in demo-hybrid, with seed 0."""
+    by = of_seeds(by_label("layouts", "layouts-around"), {0})
+    rows = []
+    for label, name in POWERS.items():
+        leads = [said(minus(by, label, "lssa-hybrid", at)) if label != "lssa-hybrid" else "" for at in (HERE, FAR)]
+        rows.append([name, *shown_losses(by[label]), *leads])
+    return table(["seed 0", *COLUMNS, "1x, minus `demo-hybrid`", "16x, as trained, minus it"], rows)
+
+
+def test_what_is_said_of_other_powers_is_measured():
+    by = of_seeds(by_label("layouts", "layouts-around"), {0})
+    here, far = ({row: cell(by[row], *at).loss for row in POWERS} for at in (HERE, FAR))
+    assert {row for row in POWERS if far[row] < here[row]} == {"h-p15", "lssa-hybrid", "h-p15-laser"}
+    text = "With p = 3 and 7 it rises to {:.3f} and {:.3f} at 16 times the length, with p = 15 it falls to {:.3f}."
+    assert text.format(*(far[row] for row in ("h-p3", "h-p7", "h-p15"))) in TEXT
+    assert not any(minus(by, row, "lssa-hybrid").sure for row in ("h-p3", "h-p7", "h-p15"))
+    assert f"below `demo-hybrid` by {shown(-minus(by, 'h-p15-laser', 'lssa-hybrid'))}." in TEXT
+    near, far = (minus(by, "h-p15-laser", "Softmax", *pair) for pair in ((HERE,), (FAR, WINDOWED)))
+    assert f"It is below Softmax by {shown(-near)} and," in TEXT
+    assert f"level with Softmax with a window ({said(far)})." in TEXT
+    assert not minus(by, "h-p15-laser", "laser-lssa-local").sure
+
+
 losses = partial(by_seed, "layouts")
 TABLES = {
+    "powers": powers,
     "layouts": partial(scale_table, "layouts"), "differences": differences_table, "same_layout": same_layout,
     "laser_adds": laser_adds,
     "lssa_tiled": lssa_tiled, "sinks": sinks_table, "new_rates": rates, "larger_new_rates": larger_rates,

@@ -47,7 +47,8 @@ EVERY = 10.0
 
 
 def say(console: Console, text: str, *, style: str = "", wrap: bool = False) -> None:
-    """Print a text as it is: brackets are no markup, and numbers are not coloured.
+    """Print a text as it is: brackets are no markup, `:key:` is no emoji, and numbers are not
+    coloured.
 
     Args:
         console: where.
@@ -56,7 +57,7 @@ def say(console: Console, text: str, *, style: str = "", wrap: bool = False) -> 
         wrap: break lines between words; else a long line is left to the terminal, so that paths can
             be copied.
     """
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=not wrap)
+    console.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=not wrap)
 
 
 def preparing(run: str, message: str, share: float | None) -> Event:

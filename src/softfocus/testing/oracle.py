@@ -94,7 +94,8 @@ def check(
             cases of few rows, over which the formula may be lucky in every order of summation.
 
     Raises:
-        AssertionError: naming the tensor, its error, and the tolerance.
+        AssertionError: naming the tensor, its error, and the tolerance; or the gradient that there
+            is none of.
     """
     algebra = catalog.named(mechanism) if isinstance(mechanism, str) else mechanism
     arguments = case.arguments(algebra, dtype, device=device)

@@ -886,7 +886,7 @@ def test_a_smaller_scale_is_named_where_there_is_one(two: Claim, tmp_path: Path,
 def test_more_processes_than_gpus_are_refused(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    with pytest.raises(UsageError, match="--processes: 8 on 4 GPUs; each process needs a GPU of its own"):
+    with pytest.raises(UsageError, match="--processes: got 8, expected at most 4; each process needs a GPU of its own"):
         reproduce("two", tmp_path / "out", processes=8, console=console())
     assert not (tmp_path / "out").exists()
 

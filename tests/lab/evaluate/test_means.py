@@ -356,7 +356,7 @@ class TestSeeds:
         assert replace(found, value=1.01 * found.margin).sure
         assert (-replace(found, value=1.01 * found.margin)).sure
 
-    def test_the_room_is_that_of_student_where_there_is_one_noise(self) -> None:
+    def test_the_margin_is_that_of_student_where_there_is_one_noise(self) -> None:
         assert Estimate(0.0, ((0.0, math.inf), (0.2, 2)), True).margin == pytest.approx(0.2 * t_quantile(2))
         assert Estimate(0.0, ((0.2, math.inf),), False).margin == pytest.approx(0.4)
         assert Estimate(0.0, ((0.0, math.inf),), False).margin == 0

@@ -4,6 +4,7 @@ Over 400 lines: the cases share two studies and what they make of made-up runs.
 """
 
 import io
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -242,7 +243,7 @@ def test_slow_steps_are_not_timed_four_times(two_rows: Path, monkeypatch: Any) -
 def test_the_estimate_trains_nothing(two_rows: Path, tmp_path: Path) -> None:
     screen = console()
     assert run_study(str(two_rows), tmp_path / "out", estimate_only=True, console=screen) is None
-    assert "4 runs, 4 of them left: about " in said(screen)
+    assert re.search(r"4 runs, 4 of them left: about (\d+:\d\d \(minutes:seconds\)|[\d,.]+ hours),", said(screen))
     assert "MB on disk" in said(screen)
     assert not (tmp_path / "out").exists()
 

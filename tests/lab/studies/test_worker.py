@@ -81,7 +81,7 @@ def test_runs_of_a_study_read_the_same_text_whatever_was_evaluated_by_hand(tiny:
         assert (waiting.status, finished.status) == ("waiting", "finished")
         work(recipes[0], tmp_path)
         assert [job.status for job in plan_jobs(tmp_path, recipes, ["a", "b"])] == ["finished", "finished"]
-        assert len({load_measured(tmp_path / name, Evaluation).text for name in "ab"}) == 1
+        assert len({load_measured(tmp_path / name, Evaluation).text_key for name in "ab"}) == 1
 
 
 def test_a_model_without_rope_is_measured_without_its_scalings(tiny: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Run a claim: train what is left of its rows, keep what came out, and judge it."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -28,9 +27,8 @@ PUBLISHED = "results"
 """In the folder of the runs: what `softfocus report` reads, NAME/SCALE/results.json and figure.png,
 and the pages.
 """
-
-
 _OVER = ("finished", "diverged")
+"""Statuses of runs that are not trained again."""
 
 
 def reproduce(
@@ -87,12 +85,12 @@ def reproduce(
         overwrite=overwrite,
         estimate_only=estimate_only,
         processes=processes,
-        smaller=_smaller(claim, scale),
+        remedies=_remedies(claim, scale, processes),
         console=console,
     )
     if estimate_only:
         return None
-    further = _further(claim, scale, seeds, folder)
+    further = _further(claim, scale, seeds, folder, console)
     if more := list(dict.fromkeys(str(recipe.train.seed) for recipe in further)):
         told = f"{claim.title}: the runs of {'seeds' if more[1:] else 'seed'} {', '.join(more)} in {folder}"
         say(console, f"{told} are judged, too")
@@ -128,22 +126,29 @@ def _figures(claim: Claim, results: Results, title: str) -> Iterator[tuple[str, 
         yield SIZES, figure.draw_sizes(both, title=title)
 
 
-def _further(claim: Claim, scale: Scale, seeds: int, folder: Path) -> list[Recipe]:
+def _further(claim: Claim, scale: Scale, seeds: int, folder: Path, console: Console) -> list[Recipe]:
     """Of seeds beyond those asked for, the runs that earlier calls left: where all rows have
-    finished or diverged, so that all have the same seeds.
+    finished or diverged, so that all have the same seeds. Says why a seed's runs cannot be taken.
     """
     named = [path.name.rpartition("-s") for path in folder.glob("*-s*")]
     numbers = {int(seed) for row, _, seed in named if row in claim.rows and seed.isdecimal()}
     found: list[Recipe] = []
     for seed in sorted(number for number in numbers if number >= seeds):
-        with suppress(LabError):  # of another recipe, or damaged
-            recipes = claims.recipes(claim, scale, [seed])
+        recipes = claims.recipes(claim, scale, [seed])
+        try:
             jobs = plan_jobs(folder, recipes, [recipe.name for recipe in recipes])
-            found += recipes if all(job.status in _OVER for job in jobs) else []
+        except LabError as error:  # of another recipe, or damaged
+            say(console, f"{claim.title}: the runs of seed {seed} are left out: {error}")
+            continue
+        found += recipes if all(job.status in _OVER for job in jobs) else []
     return found
 
 
-def _smaller(claim: Claim, scale: Scale) -> str:
-    """How to take a smaller model; nothing at the smallest scale. The recipes are the claim's."""
+def _remedies(claim: Claim, scale: Scale, processes: int) -> list[str]:
+    """What to change where a run does not fit into memory. The recipes are the claim's."""
+    import torch
+
     scales = claim.scales[: claim.scales.index(scale)]
-    return f"choose --scale {' or '.join(scales)}" if scales else ""
+    found = [f"choose --scale {' or '.join(scales)}"] if scales else []
+    more = torch.cuda.is_available() and processes < torch.cuda.device_count()
+    return [*found, "take more processes a run"] if more else found

@@ -199,7 +199,7 @@ def _is_measured(job: Job, kind: str) -> bool:
         return set(job.lengths) <= {row.length for row in load_measured(job.folder, Induction).rows if not row.window}
     if kind == "passkeys":
         return set(job.lengths) <= {row.length for row in load_measured(job.folder, Recall).rows if not row.window}
-    # The others are written row by row, these when all is measured
+    # Induction and recall are written row by row, these when all is measured
     return (job.folder / {"classification": CLASSIFICATION, "tasks": TASKS}[kind]).exists()
 
 

@@ -179,7 +179,7 @@ def train_all(
     overwrite: bool = False,
     estimate_only: bool = False,
     processes: int = 1,
-    smaller: str = SMALLER,
+    remedies: Sequence[str] = (SMALLER,),
 ) -> list[Job]:
     """Say what runs will take, then train and measure those that are not finished.
 
@@ -193,7 +193,7 @@ def train_all(
         overwrite: train again what is there.
         estimate_only: say what it will take and stop.
         processes: of each run, a device each, under torchrun.
-        smaller: what to do where a run does not fit into memory; "" where its recipe is fixed.
+        remedies: what the caller can change where a run does not fit into memory.
 
     Returns:
         A job for each recipe.
@@ -201,7 +201,7 @@ def train_all(
     Raises:
         LabError: what memory or disk cannot hold, tasks without lm_eval, a folder with another run
             in it or in use by another process, or Ctrl-C. A run that fails raises nothing here.
-        UsageError: more jobs than cores, or more processes than GPUs.
+        UsageError: more jobs than cores or, but for an estimate, more processes than GPUs.
     """
     if jobs is not None and jobs > cores():
         raise UsageError(f"--jobs: {jobs} at a time on {cores()} cores", "each run needs a core of its own")
@@ -211,7 +211,7 @@ def train_all(
     found = plan_jobs(folder, plan, labels or [recipe.name for recipe in plan], overwrite=overwrite)
     left = [job for job in found if job.status == "waiting"]
     workers = min(jobs or _default_jobs(), max(1, len(left)))  # they share the cores
-    check_memory([job.recipe for job in left], workers, processes, smaller)
+    check_memory([job.recipe for job in left], workers, processes, remedies)
     if any("tasks" in job.recipe.evaluate.also for job in left):
         from softfocus.lab.evaluate import tasks
 

@@ -24,7 +24,9 @@ def check_processes(processes: int) -> None:
     import torch
 
     if torch.cuda.is_available() and processes > (gpus := torch.cuda.device_count()):
-        raise UsageError(f"--processes: {processes} on {gpus} GPUs", "each process needs a GPU of its own")
+        raise UsageError(
+            f"--processes: got {processes}, expected at most {gpus}", "each process needs a GPU of its own"
+        )
 
 
 def least_memory(recipe: Recipe, processes: int = 1) -> int:
@@ -46,7 +48,9 @@ def least_memory(recipe: Recipe, processes: int = 1) -> int:
     return _STATE * parameters + _LOGITS * rows * recipe.train.length * vocabulary
 
 
-def check_memory(recipes: Sequence[Recipe], at_a_time: int, processes: int = 1, smaller: str = SMALLER) -> None:
+def check_memory(
+    recipes: Sequence[Recipe], at_a_time: int, processes: int = 1, remedies: Sequence[str] = (SMALLER,)
+) -> None:
     """Refuse what certainly does not fit.
 
     Args:
@@ -54,7 +58,7 @@ def check_memory(recipes: Sequence[Recipe], at_a_time: int, processes: int = 1, 
         at_a_time: so many runs.
         processes: of each run. Each has a GPU of its own; without GPUs those of this machine share
             its memory.
-        smaller: how whoever started this makes a run smaller; "" where there is no way.
+        remedies: what whoever started this can change, beside fewer runs or processes at a time.
 
     Raises:
         LabError: it does not.
@@ -74,10 +78,9 @@ def check_memory(recipes: Sequence[Recipe], at_a_time: int, processes: int = 1, 
         return
     several = {"processes": sharing, "at a time": together}
     times = " of each".join(f" of {count} {what}" for what, count in several.items() if count > 1)
-    remedies = [smaller] if smaller else []
+    remedies = list(remedies)
     remedies += ["take fewer runs at a time"] if together > 1 else []
     remedies += ["take fewer processes a run"] if sharing > 1 else []
-    remedies += ["take more processes a run"] if on_gpu and processes < torch.cuda.device_count() else []
     remedies += [f"use a {'GPU' if on_gpu else 'machine'} with more memory"]
     raise LabError(
         f"{name} needs at least {sizes[name] / 1e9:.1f} GB of memory{times and f' in each{times}'} "
