@@ -20,6 +20,7 @@ from .committed import (
     ROOT,
     WINDOW,
     WINDOWED,
+    beside,
     by_label,
     by_seed,
     disturbed,
@@ -280,11 +281,17 @@ def test_what_is_said_of_other_powers_is_measured():
     text = "With p = 3 and 7 it rises to {:.3f} and {:.3f} at 16 times the length, with p = 15 it falls to {:.3f}."
     assert text.format(*(far[row] for row in ("h-p3", "h-p7", "h-p15"))) in TEXT
     assert not any(minus(by, row, "lssa-hybrid").sure for row in ("h-p3", "h-p7", "h-p15"))
-    assert f"below `demo-hybrid` by {shown(-minus(by, 'h-p15-laser', 'lssa-hybrid'))}." in TEXT
-    near, far = (minus(by, "h-p15-laser", "Softmax", *pair) for pair in ((HERE,), (FAR, WINDOWED)))
-    assert f"It is below Softmax by {shown(-near)} and," in TEXT
-    assert f"level with Softmax with a window ({said(far)})." in TEXT
-    assert not minus(by, "h-p15-laser", "laser-lssa-local").sure
+    by = by_label("layouts", "layouts-around")
+    lead = beside(by, "h-p15-laser", "Softmax")
+    assert lead.sure
+    assert f"is below Softmax's by {shown(-lead)}** (p = 15, three seeds)" in TEXT
+    assert not beside(by, "h-p15-laser", "laser-lssa-local").sure
+    before, after = (list(by_seed("layouts-around", "h-p15-laser", at).values()) for at in (HERE, FAR))
+    assert "it is {:.3f}, {:.3f} and {:.3f}: seeds 0 and 2".format(*after) in TEXT
+    assert f"seed 1 is above its {before[1]:.3f}." in TEXT
+    assert max(abs(after[seed] - before[seed]) for seed in (0, 2)) < 0.01
+    rises = (by_seed("layouts", "laser-lssa-local", at).values() for at in (HERE, FAR))
+    assert all(far > near for near, far in zip(*rises, strict=True))
 
 
 losses = partial(by_seed, "layouts")
