@@ -3,6 +3,8 @@ learned.
 """
 
 import json
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -118,6 +120,15 @@ def test_adapters_of_other_models_are_left_alone(build, tokens, tmp_path):
     assert torch.equal(logits(back, tokens(1, 5)), logits(model, tokens(1, 5)))
     with pytest.warns(UserWarning, match="'default' does not say what its base model ran, and this one runs lssar"):
         peft.PeftModel.from_pretrained(build("llama", "lssar"), tmp_path)
+
+
+def test_without_softfocus_the_adapter_is_refused(build, tmp_path):
+    peft.get_peft_model(build("llama", "lssar"), lora()).save_pretrained(tmp_path)
+    code = f"from peft import PeftConfig; PeftConfig.from_pretrained({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "import softfocus.hf before loading this adapter" in done.stderr
+    assert peft.PeftConfig.from_pretrained(str(tmp_path)).task_type == "CAUSAL_LM"  # and here it is not
 
 
 @pytest.mark.parametrize("before", [None, "softmax", "lssa"])

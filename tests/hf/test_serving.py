@@ -83,11 +83,16 @@ print(AutoModelForCausalLM.from_pretrained(sys.argv[1]).config._attn_implementat
 
 
 def test_a_program_runs_with_the_import(build, tmp_path):
-    """What it calls fails without the import: test_without_softfocus_nothing_loads."""
     build("llama", "lssar").save_pretrained(tmp_path / "model")
     (tmp_path / "harness.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "softfocus.hf", "harness", "model"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    def run(*command):
+        return subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    single = run("-m", "harness", "model")
+    assert single.returncode == 1
+    assert "import softfocus.hf before loading this model" in single.stderr
+    done = run("-m", "softfocus.hf", "harness", "model")
     assert (done.returncode, done.stdout) == (0, "softfocus\n"), done.stderr
 
 
