@@ -632,7 +632,8 @@ def test_finished_runs_of_further_seeds_are_judged(two: Claim, tmp_path: Path) -
     for recipe in recipes(two, "toy", range(2)):
         finish(recipe, tmp_path)
     for row in ("a", "b"):
-        shutil.copytree(tmp_path / f"{row}-s1", tmp_path / f"{row}-s3")  # of another recipe than that of seed 3
+        # Of another recipe than that of seed 3
+        shutil.copytree(tmp_path / f"{row}-s1", tmp_path / f"{row}-s3")
     (tmp_path / "a-s4").mkdir()
     (tmp_path / "a-slow").mkdir()
 

@@ -266,7 +266,8 @@ def _row(
                 loss=mean.value,
                 standard_error=mean.standard_error,
                 tokens=tokens,
-                sums=[round(total, 4) for total in means.sums(index)],  # 1e-4 of thousands; more would fill the file
+                # 1e-4 of thousands; more digits would fill the file
+                sums=[round(total, 4) for total in means.sums(index)],
             )
         )
     mean, tokens = means.mean()

@@ -124,7 +124,8 @@ def _mean(evaluation: Evaluation, row: Row, start: int = 0, end: int | None = No
         return None
     sums = np.sum([bucket.sums for bucket in buckets], axis=0)
     counts = np.array(row.windows_by_document) * sum(bucket.end - bucket.start for bucket in buckets)
-    text = evaluation.text_key if evaluation.corpus_key else id(evaluation)  # an unknown text is like no other
+    # An unknown text is like no other
+    text = evaluation.text_key if evaluation.corpus_key else id(evaluation)
     return Mean.of(sums, counts, (text, tuple(row.documents)))
 
 

@@ -168,7 +168,8 @@ def _is_finished(job: Job) -> bool:
     try:
         load_run(job.folder)
         if job.recipe.data.kind == "task":
-            from softfocus.lab.evaluate.recall import is_measured  # torch: seconds, which text does without
+            # It imports torch, which takes seconds and which text does without
+            from softfocus.lab.evaluate.recall import is_measured
 
             return is_measured(job.folder, job.lengths)
         if not _is_evaluated(job, there.evaluate.tokens):

@@ -67,7 +67,8 @@ class WorkerPool:
     def run(self, jobs: list[Job]) -> None:
         """Run every job to its end, whatever happens to the others."""
         waiting = list(jobs)
-        ready = False  # the first worker goes alone until it trains: by then the corpus is tokenised and cached for all
+        # The first worker goes alone until it trains: by then the corpus is tokenised, for all
+        ready = False
         try:
             while waiting or self._working:
                 while waiting and len(self._working) < (self._count if ready else 1):
@@ -107,7 +108,8 @@ class WorkerPool:
                 text=True,
                 env=os.environ
                 | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
-                start_new_session=True,  # Ctrl-C is for this process, which then stops its workers one by one
+                # Ctrl-C is for this process, which then stops its workers one by one
+                start_new_session=True,
             )
         self._working[job.recipe.name] = worker
         job.status = "starting"

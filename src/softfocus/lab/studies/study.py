@@ -265,7 +265,8 @@ def estimate(
             seconds += training * _fine_tuning(job.recipe, processes)
     seconds /= min(workers, max(1, len(left)))
     sizes = [timed[row][1] for row in rows]
-    size = KEPT * sum(sizes) + CHECKPOINT * sum(sorted(sizes)[-workers:])  # each that trains writes a third one
+    # Each run that trains writes a third checkpoint while it keeps two
+    size = KEPT * sum(sizes) + CHECKPOINT * sum(sorted(sizes)[-workers:])
     return Expected(runs=len(jobs), left=len(left), seconds=seconds, bytes=size)
 
 

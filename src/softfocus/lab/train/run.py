@@ -133,7 +133,8 @@ def _train(
         _continue(info, there, folder)
     if owner is not None:
         if there is None:
-            _make_room(folder, info.parameters)  # only now: without a corpus or a model the old run stays
+            # Only now: without a corpus or a model the old run stays
+            _make_room(folder, info.parameters)
         checkpoints.clear(folder, checkpoint)
         write_recipe(folder, recipe.to_toml(), info.token)
     with _recording(folder, info, owner), processes.together():
