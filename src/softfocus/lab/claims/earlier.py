@@ -29,8 +29,7 @@ def runs(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path) -> di
     Raises:
         LabError: no such results, or some that another recipe or other data gave.
     """
-    place = folder / claim.name / scale / RESULTS
-    there = {f"{run.row}-s{run.info.seed}": run for run in outcomes.read(place).runs}
+    place, there = _published(claim, scale, folder)
     found, keys = {}, {}
     for recipe in plan:
         if (run := there.get(recipe.name)) is None:
@@ -48,6 +47,16 @@ def runs(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path) -> di
             raise LabError(f"{what}: another corpus or tokenizer", "leave --from out, to train every run again")
         found[recipe.name] = run
     return found
+
+
+def names(claim: Claim, scale: Scale, folder: Path) -> list[str]:
+    """Of all runs in FOLDER/CLAIM/SCALE/results.json: "ROW-sSEED"."""
+    return list(_published(claim, scale, folder)[1])
+
+
+def _published(claim: Claim, scale: Scale, folder: Path) -> tuple[Path, dict[str, Run]]:
+    place = folder / claim.name / scale / RESULTS
+    return place, {f"{run.row}-s{run.info.seed}": run for run in outcomes.read(place).runs}
 
 
 def changes(claim: Claim, scale: Scale, results: Results) -> list[str]:

@@ -12,7 +12,7 @@ from softfocus.lab.claims import figure
 from softfocus.lab.claims.claim import Claim, Saves, Scale
 from softfocus.lab.claims.page import report, verdict_lines
 from softfocus.lab.claims.power_law import families
-from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SIZES, TRAINING, Results, collect
+from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SIZES, TRAINING, Results, Run, collect
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import say
 from softfocus.lab.recipes.recipe import Recipe
@@ -47,7 +47,7 @@ def reproduce(
     """Run every row of a claim at a scale, and judge its statements.
 
     Rows that claims share have the same name, so in one folder they are trained once. Finished runs
-    of further seeds in the folder are judged, too, where every row has them.
+    of further seeds, in the folder or in `earlier`, are judged, too, where every row has them.
 
     Args:
         name: of the claim.
@@ -90,12 +90,15 @@ def reproduce(
     )
     if estimate_only:
         return None
-    further = _further(claim, scale, seeds, folder, console)
+    further, of_earlier = _further(claim, scale, seeds, folder, earlier, console)
     if more := list(dict.fromkeys(str(recipe.train.seed) for recipe in further)):
-        told = f"{claim.title}: the runs of {'seeds' if more[1:] else 'seed'} {', '.join(more)} in {folder}"
+        places = " and ".join(str(place) for place in (folder, earlier) if place is not None)
+        told = f"{claim.title}: the runs of {'seeds' if more[1:] else 'seed'} {', '.join(more)} in {places}"
         say(console, f"{told} are judged, too")
     plan += further
-    over = [*(job.recipe for job in found if job.status in _OVER), *further]
+    there |= of_earlier
+    over = [job.recipe for job in found if job.status in _OVER]
+    over += [recipe for recipe in further if recipe.name not in there]
     failed = [job for job in found if job.status == "failed"]
     results = collect(claim, scale, over, folder, missing_lines(failed))
     known = there | {f"{run.row}-s{run.info.seed}": run for run in results.runs}
@@ -126,22 +129,33 @@ def _figures(claim: Claim, results: Results, title: str) -> Iterator[tuple[str, 
         yield SIZES, figure.draw_sizes(both, title=title)
 
 
-def _further(claim: Claim, scale: Scale, seeds: int, folder: Path, console: Console) -> list[Recipe]:
-    """Of seeds beyond those asked for, the runs that earlier calls left: where all rows have
-    finished or diverged, so that all have the same seeds. Says why a seed's runs cannot be taken.
+def _further(
+    claim: Claim, scale: Scale, seeds: int, folder: Path, earlier: Path | None, console: Console
+) -> tuple[list[Recipe], dict[str, Run]]:
+    """Of seeds beyond those asked for, the runs that earlier calls left, and those of earlier
+    results: where all rows have finished or diverged, so that all have the same seeds. Says why a
+    seed's runs cannot be taken.
     """
-    named = [path.name.rpartition("-s") for path in folder.glob("*-s*")]
+    names = [path.name for path in folder.glob("*-s*")]
+    if earlier is not None:
+        names += earlier_runs.names(claim, scale, earlier)
+    named = [name.rpartition("-s") for name in names]
     numbers = {int(seed) for row, _, seed in named if row in claim.rows and seed.isdecimal()}
     found: list[Recipe] = []
+    taken: dict[str, Run] = {}
     for seed in sorted(number for number in numbers if number >= seeds):
         recipes = claims.recipes(claim, scale, [seed])
         try:
-            jobs = plan_jobs(folder, recipes, [recipe.name for recipe in recipes])
+            there = earlier_runs.runs(claim, scale, recipes, earlier) if earlier is not None else {}
+            left = [recipe for recipe in recipes if recipe.name not in there]
+            jobs = plan_jobs(folder, left, [recipe.name for recipe in left])
         except LabError as error:  # of another recipe, or damaged
             say(console, f"{claim.title}: the runs of seed {seed} are left out: {error}")
             continue
-        found += recipes if all(job.status in _OVER for job in jobs) else []
-    return found
+        if all(job.status in _OVER for job in jobs):
+            found += recipes
+            taken |= there
+    return found, taken
 
 
 def _remedies(claim: Claim, scale: Scale, processes: int) -> list[str]:

@@ -167,14 +167,23 @@ def _below(first: Cell, second: Cell, by: float, text: str) -> Part:
     The line is measured, too: what is judged is the difference from 1 - by times the other loss,
     with the error of that difference.
     """
-    return decide(first.minus(second, 1 - by), 0.0, text)
+    return _from_share(first, second, 1 - by, text)
 
 
 def _within(first: Cell, second: Cell, by: float, text: str) -> Part:
-    """Two one-sided decisions, as tests of equivalence have them."""
-    sides = [decide(one, 0.0, text) for one in (first.minus(second, 1 + by), -first.minus(second, 1 - by))]
+    """Two one-sided decisions, as tests of equivalence have them. The nearer line is shown."""
+    sides = [_from_share(first, second, 1 + by, text), _from_share(first, second, 1 - by, text, above=True)]
     sureness, p_value = (min(getattr(side, name) for side in sides) for name in ("sureness", "p_value"))
-    return Part(together([side.verdict for side in sides]), text, sureness, p_value)
+    shown = sides[first.loss < second.loss].text
+    return Part(together([side.verdict for side in sides]), shown, sureness, p_value)
+
+
+def _from_share(first: Cell, second: Cell, share: float, text: str, *, above: bool = False) -> Part:
+    """Below a share of another loss, or above it. The text says what is judged."""
+    found = first.minus(second, share)
+    if share != 1:
+        text += f"; from {share:.6g} times it {found.value:+.3f} ± {found.standard_error:.3f}"
+    return decide(-found if above else found, 0.0, text)
 
 
 def _lost_close(first: Lost, second: Lost) -> Verdict:

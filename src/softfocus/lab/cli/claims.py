@@ -63,8 +63,9 @@ def reproduce(
     """Run every row of a table or figure of a paper, and judge what the paper says of it.
 
     Says first what time and disk it will take. What is finished is kept: started again, it goes on.
-    Claims that share rows share their runs, in one folder. Finished runs of further seeds in the
-    folder are judged, too. Writes FOLDER/results: results.json, a figure, a page with the verdict.
+    Claims that share rows share their runs, in one folder. Finished runs of further seeds, in the
+    folder or in --from, are judged, too. Writes FOLDER/results: results.json, a figure, a page with
+    the verdict.
 
     Example: `softfocus reproduce softplus-table-1 --scale toy --seeds 3`
     """
