@@ -468,10 +468,8 @@ def test_what_is_said_of_bpe_is_measured():
     assert all(loss < other for loss, other in zip(cell(by[ours], *HERE).values, softmax, strict=False))
     assert not any(beside(by, ours, "all-softmax-nope-start", at).sure for at in (HERE, FAR))
     assert f"minus itself with a window, is {said(minus(by, ours, ours, FAR, WINDOWED))}." in TEXT
-    first, evidence, limits = (
-        " ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/evidence.md", "docs/limitations.md")
-    )
-    for text in (first, evidence, limits):
+    for name in ("README.md", "docs/limitations.md"):
+        text = " ".join((ROOT / name).read_text().split())
         assert shown(near).removeprefix("-") in text
     start = loss("bpe-demo-start", "softmax-s0"), loss("bpe", "softmax-s0")
     assert "{:.3f}](results/bpe-demo-start/results.json) in place of {:.3f} (seed 0).".format(*start) in TEXT
@@ -489,12 +487,8 @@ def test_what_is_said_of_longer_training_on_a_bpe_is_measured():
     assert f"below Softmax with a window by {far}." in TEXT
     assert beside(by, better, "laser-lssa-local").sure
     assert not minus(by, better, better, FAR, WINDOWED).sure
-    first, evidence, limits = (
-        " ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/evidence.md", "docs/limitations.md")
-    )
+    first, limits = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/limitations.md"))
     assert f"they are below it by {near}, and at 16x by {far};" in first
-    assert f"from 0.09 are below Softmax by {near}, and at 16 times the length, as trained, below" in evidence
-    assert f"below Softmax with a window by {far} (one seed)." in evidence
     assert f"it is below by {near}, and at 16 times the length by {far} (one seed;" in limits
     own = said(minus(by, better, better, FAR, WINDOWED)).replace(", inconclusive", "")
     assert f"minus themselves with a window, they have {own} at 16 times the length, inconclusive" in TEXT
@@ -508,10 +502,6 @@ def test_what_is_said_of_longer_training_on_a_bpe_is_measured():
     assert far.sure
     text = f"above it by {shown(near)} at the training length, and by {shown(far)} at 16 times it, as trained."
     assert text in TEXT
-    evidence = " ".join((ROOT / "docs/evidence.md").read_text().split())
-    here = said(minus(by, ours, "Softmax")).removeprefix("+")
-    assert f"below softmax in every head of the layout by {shown(far)}. At the training length they are" in evidence
-    assert f"above Softmax by {here}, and below softmax in the layout by {shown(near)}." in evidence
     found = [gains(f"bpe-longer-{row}", 0) for row in (ours, layout)]
     lower = [f"{-max(one[3:]):.2f} to {-min(one[3:]):.2f}" for one in found]
     assert f"lower by {lower[0]} than with the window. With softmax in every head it is lower by {lower[1]}." in TEXT
