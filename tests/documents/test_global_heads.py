@@ -315,7 +315,7 @@ def test_what_is_said_of_the_same_layout_with_softmax_holds_for_every_seed():
     assert not minus(by, layout, "Softmax").sure
     assert not minus(by, layout, "Softmax", FAR, WINDOWED).sure
     found = cell(by[layout], *HERE).values
-    assert f"spreads over {max(found) - min(found):.3f}." in TEXT
+    assert f"the seeds of softmax in every head of the layout spread over {max(found) - min(found):.3f}." in TEXT
 
 
 def test_what_is_said_of_its_parts_is_measured():
@@ -323,8 +323,8 @@ def test_what_is_said_of_its_parts_is_measured():
     softmax = by_seed("layouts", "Softmax", HERE)[0]
     ours = softmax - by_seed("layouts", OURS, HERE)[0]
     left = {row: softmax - loss("global-heads", f"{row}-s0") for row in ("softmax-nope", "no-pair-head")}
-    assert f"With seed 0 its lead over Softmax is {ours:.3f}." in TEXT
-    assert f"With softmax in the two global heads it is {left['softmax-nope']:.3f}." in TEXT
+    assert f"With seed 0 the lead of `demo-global-heads` over Softmax is {ours:.3f}." in TEXT
+    assert f"With softmax in the two global heads the lead is {left['softmax-nope']:.3f}." in TEXT
     assert f"Without the head that sees two tokens it is {left['no-pair-head']:.3f}, level with a model whose" in TEXT
     local = beside(by, "local-softmax-cosine-nope", OURS)
     assert local.sure
@@ -378,7 +378,7 @@ def test_what_is_said_of_longer_texts_is_measured():
         return [beside(both, "ours", "softmax", *pair) for pair in pairs]
 
     near, far = leads("Softmax, 4 texts of 512")
-    assert f"global heads are below it by {shown(-near)} on 512 bytes and by {shown(-far)} on 2,048" in TEXT
+    assert f"4 texts of 512 bytes a step by {shown(-near)} on 512 bytes and by {shown(-far)} on 2,048" in TEXT
     one, longer = (found[name] for name in ("Softmax, 4 texts of 512", "Softmax, one text of 2,048"))
     assert {each.seed for _, _, group in (one, longer) for each in group.evaluations} == {0}
     windowed = [cell(group, 2048 / length, "window 1x").loss for _, length, group in (one, longer)]
@@ -399,11 +399,11 @@ def test_what_is_said_of_rivals_in_the_two_heads_is_measured():
     by = by_label("layouts", "global-heads")
     ssmax, norm, pair = (beside(by, row, OURS) for row in ("ssmax-nope", "qknorm-nope", "softmax-pair-head"))
     assert (ssmax.sure, norm.sure) == (False, True)
-    text = "With SSMax in the two heads the loss is higher by {}, with QK-norm by {}."
+    text = "With SSMax in the two global heads the loss is higher by {}, with QK-norm by {}."
     assert text.format(said(ssmax).removeprefix("+"), said(norm).removeprefix("+")) in TEXT
     far = [beside(by, row, OURS, FAR) for row in ("ssmax-nope", "qknorm-nope")]
     assert all(one.sure for one in far)
-    assert "At 16 times the length these are {} and {} (seed 0).".format(*map(shown, far)) in TEXT
+    assert "At 16 times the length the differences are {} and {} (seed 0).".format(*map(shown, far)) in TEXT
     assert not beside({**by, "Softmax": by_label("layouts")["Softmax"]}, "softmax-pair-head", "Softmax").sure
     assert pair.sure
 

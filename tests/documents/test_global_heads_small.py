@@ -128,7 +128,7 @@ def test_what_is_said_of_ten_million_parameters_holds_for_every_seed():
         lower(by, "all-softmax-nope", "Softmax", HERE, HERE)
     near, far = ([lower(by, "global-heads", "all-softmax-nope", at, at) for by in both] for at in (HERE, FAR))
     assert "length by {} on bytes and {} on the BPE,".format(*near) in TEXT
-    assert "both as trained, by {} and {}.".format(*far) in TEXT
+    assert "both as trained, by {} and {}, with each of three seeds.".format(*far) in TEXT
     own, softmax = ([lower(by, row, row, FAR, WINDOWED) for by in both] for row in ("global-heads", "all-softmax-nope"))
     assert "by {} nats per byte, and by {} per token of".format(*own) in TEXT
     assert "the layout the gains are {} and {}.".format(*softmax) in TEXT
@@ -195,7 +195,10 @@ def test_the_headlines_of_ten_million_parameters_are_the_measured_ones():
     layout = [beside(groups, "all-softmax-nope", "best", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
     assert all(one.sure for one in layout)
     above, below = (shown(one).removeprefix("-") for one in layout)
-    assert f"is above it by {above} and, at 16 times the length, as trained, below it with a window by {below}." in TEXT
+    assert (
+        f"is above this Softmax by {above} and, at 16 times the length, as trained, below it with a window by {below}."
+        in TEXT
+    )
     best = (fmean(cell(groups["best"], *at).values) for at in (HERE, WINDOWED))
     assert "of the same text: {:.3f}, and {:.3f} at 16 times the length with a window.".format(*best) in TEXT
     half = (fmean(cell(groups["half"], *at).values) for at in (HERE, WINDOWED))
@@ -220,7 +223,7 @@ def test_what_is_said_of_speed_is_measured():
     assert f"trained at {rates['global-heads'] / rates['softmax']:.2f} of Softmax's tokens per second" in TEXT
     log = " ".join((ROOT / "docs/performance.md").read_text().split())
     assert "Of Softmax's step: `demo-global-heads` 1.10," in log
-    assert "its step takes [1.10 times](performance.md#training) as long" in TEXT
+    assert "A step of `demo-global-heads` takes [1.10 times](performance.md#training) as long as Soft" in TEXT
     (first,) = of_pages("README.md")
     assert "On a CPU a step takes 1.10 times as long as Softmax's." in first
     assert f"trained at {rates['global-heads'] / rates['softmax']:.2f} of Softmax's tokens per second" in first
@@ -233,7 +236,7 @@ def test_what_is_said_of_laser_with_ten_million_parameters_is_measured():
     assert len(laser) == 3
     assert all(loss < softmax[seed] for seed, loss in laser.items())
     before = [fmean(by_seed("small-gpu/one-pass", row, HERE).values()) for row in rows]
-    assert "in steps of 32K tokens: {:.3f} and {:.3f}.".format(*before) in TEXT
+    assert "in steps of 32K tokens: {:.3f} and {:.3f} ([more]".format(*before) in TEXT
     keys = {
         run["info"]["corpus_key"]
         for study in ("longer", "one-pass")
@@ -292,7 +295,7 @@ def test_what_is_said_of_the_larger_model_holds_for_every_seed():
         mine, its = (cell(by[row], *at).values for row in ("global-heads", "all-softmax-nope"))
         assert all(loss < other for loss, other in zip(mine, its, strict=True))
     own = minus(by, "global-heads", "global-heads", FAR, WINDOWED)
-    assert f"as trained, minus itself with the window, it has {said(own)}." in TEXT
+    assert f"as trained, minus that with the window, is {said(own)}." in TEXT
     again, before = runs("larger-intel"), runs("larger")
     apart = max(abs(one.row(128).loss - before[name].row(128).loss) for name, one in again.items())
     assert f"and differ by at most {apart:.3f}." in TEXT
