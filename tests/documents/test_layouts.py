@@ -607,7 +607,7 @@ def test_what_is_said_of_one_pass_is_measured():
         assert text.format(*three) in TEXT
     at_128 = partial(loss, "small-gpu/short")
     leads = [at_128(f"laser-lssa-local-s{n}", 128) - at_128(f"softmax-s{n}", 128) for n in (0, 1, 2)]
-    assert f"At 128 tokens seeds differ by up to {max(leads) - min(leads):.3f} in the lead." in TEXT
+    assert f"At 128 tokens the leads of the seeds differ by up to {max(leads) - min(leads):.3f}." in TEXT
     assert max(leads) < 0
     assert all(own(f"laser-lssa-local-s{n}", 512) > own(f"softmax-s{n}", 512) for n in (0, 1, 2))
 
@@ -668,7 +668,7 @@ def test_the_lead_of_laser_over_lssa_on_tokens_is_the_measured_one():
     assert f"by {shown(below[1])} at 1x and by {shown(far)} at 16x, both with the window." in TEXT
     before = [minus(first, rival, "laser-lssa-local") for rival in ("Softmax", "lssa-local")]
     assert not any(lead.sure for lead in before)
-    assert "both leads were inconclusive, {} and {} at 1x".format(*map(shown, before)) in TEXT
+    assert "its leads over Softmax and LSSA were inconclusive, {} and {} at 1x".format(*map(shown, before)) in TEXT
     assert (same := minus(by, "local-softmax", "laser-lssa-local")).sure
     assert f"below softmax in the same layout by {shown(same)} at 1x." in TEXT
     shared = {label: replace(by[label], evaluations=[run for run in by[label].evaluations if run.seed < 3])
