@@ -55,3 +55,16 @@ def test_the_tables_of_precision_are_the_committed_ones():
     tables = re.findall(r"^\|---.*\n((?:\|.*\n)+)", page, re.MULTILINE)
     shown = [[[cell.strip() for cell in row.split("|")[2:-1]] for row in table.splitlines()] for table in tables]
     assert shown == precision_tables()
+
+
+def test_what_rounding_after_the_norm_costs_is_the_committed_one():
+    results = json.loads((RESULTS / "precision/results.json").read_text())
+    errors = {(x["place"], x["mechanism"], x["scores"], x["length"]): x["query.grad"][0] for x in results["places"]}
+    shares = [
+        error / errors["query and key", name, *where]
+        for (place, name, *where), error in errors.items()
+        if place == "unit query and key" and name.startswith("lssar")
+    ]
+    assert len(shares) == 24
+    text = " ".join((ROOT / "docs/precision.md").read_text().split())
+    assert f"queries {min(shares):.2f} to {max(shares):.2f} times as large" in text
