@@ -11,11 +11,13 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Trainer, TrainerCall
 
 import softfocus
 import softfocus.hf
+from softfocus.lab.report.points import cell
 
-from .committed import RESULTS, ROOT, by_label, loss, minus
+from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, by_label, by_row, loss, minus
+from .tables import COLUMNS, said, shown_losses, table, tables_of
 
 PAGE = (ROOT / "docs/transformers.md").read_text()
-GUIDE = " ".join(PAGE.split())
+GUIDE, SHOWN = " ".join(PAGE.split()), tables_of(PAGE)
 
 
 def test_the_size_of_t6s_cache_is_the_measured_one():
@@ -34,22 +36,60 @@ def test_what_folding_lengths_into_factors_saves_is_the_measured():
     assert f"would take {step[0]:.2f} to {step[-1]:.2f} (medians" in GUIDE
 
 
+T6_ROWS = {
+    "softmax": "Softmax",
+    "laser-lssa-local": "LASER over LSSA, every other layer local",
+    "lssar-annealed": "LSSAR in every layer, p annealed from 1 to 15",
+    "lssar": "LSSAR in every layer, p = 15 throughout",
+}
+
+
+def t6_table() -> str:
+    by, rows = by_row("t6-mechanisms"), []
+    assert by.keys() == T6_ROWS.keys()
+    for row, name in T6_ROWS.items():
+        assert len(by[row].evaluations) == 3
+        costs = (
+            ["", ""] if row == "softmax" else [said(minus(by, row, "softmax", *at)) for at in ((HERE,), (WINDOWED,))]
+        )
+        rows.append([name, *shown_losses(by[row]), *costs])
+    return table(["T6, three seeds", *COLUMNS, "1x, minus Softmax", "16x, window, minus Softmax with it"], rows)
+
+
+TABLES = {"t6": t6_table}
+
+
+@pytest.mark.parametrize("mark", TABLES)
+def test_the_tables_are_the_committed_results(mark):
+    assert SHOWN[mark] == TABLES[mark](), f"docs/transformers.md should show:\n{TABLES[mark]()}"
+
+
+def test_every_table_is_tested():
+    assert SHOWN.keys() == TABLES.keys()
+
+
 def test_the_losses_of_t6_are_the_measured_ones():
+    by = by_row("t6-mechanisms")
+    cost, annealed = (minus(by, row, "softmax") for row in ("lssar", "lssar-annealed"))
+    assert cost.sure
+    assert annealed.sure
+    assert f"costs {cost.value:.2f} at the training length, {annealed.value:.2f} with the power annealed" in GUIDE
     t6, lssar, full_rank, gpt_neox = (loss("t6", run) for run in ("demo-t6", "demo-t6-lssar", "t6k4", "lssar4"))
-    assert (
-        f"`demo-t6` {t6:.3f}, `demo-t6-lssar` {lssar:.3f}, and {full_rank:.3f} with `q_rank=4` and `k_rank=4`" in GUIDE
-    )
+    assert minus(by, "laser-lssa-local", "softmax").sure is False, "inconclusive"
+    losses = {row: [cell(group, *at).loss for at in (FAR, WINDOWED)] for row, group in by.items()}
+    assert all(far > windowed for far, windowed in losses.values()), "lower with a window"
+    assert f"had {t6:.3f} with softmax and {lssar:.3f} with LSSAR, and {full_rank:.3f} with `q_rank=4`" in GUIDE
     assert f"A GPT-NeoX with LSSAR and T6's heads has {gpt_neox:.3f};" in GUIDE
     slow = loss("demo-slow-start", "demo-lssar") - loss("demo-slow-start", "demo-softmax")
-    both = by_label("layouts")
-    assert f"costs {lssar - t6:.2f} at the training length** (one training of each" in GUIDE
     assert f"costs {slow:.2f} from the same initial weights of 0.02" in GUIDE
-    assert f"and {minus(both, 'LSSAR', 'Softmax').value:.3f} from 0.09." in GUIDE
+    assert f"and {minus(by_label('layouts'), 'LSSAR', 'Softmax').value:.3f} from 0.09." in GUIDE
 
 
 def test_the_cost_of_t6_is_the_measured_one():
-    costs = loss("t6", "demo-t6-lssar") - loss("t6", "demo-t6")
-    assert f"T6 costs {costs:.2f} at" in " ".join((ROOT / "docs/limitations.md").read_text().split())
+    by = by_row("t6-mechanisms")
+    costs = [f"{minus(by, row, 'softmax').value:.2f}" for row in ("lssar", "lssar-annealed")]
+    said = "T6 costs {} at the training length**, {} with the power annealed"
+    assert said.format(*costs) in " ".join((ROOT / "docs/limitations.md").read_text().split())
 
 
 def test_the_callback_anneals_the_power(tmp_path):

@@ -89,22 +89,18 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active, EXACT: tl.co
     """
     zeros = tl.zeros(q_offsets.shape, tl.float32)
     mean_grad, row_bias, shift, threshold, inverse_spread, delta = zeros, zeros, zeros, zeros, zeros, zeros
-    product_scale = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, PRODUCT_SCALE), mask=active, other=0.0)
+    product_scale = loading.load_row_vector(row_vectors, b, h, q_offsets, PRODUCT_SCALE, active, 0.0)
     if algebra.score_bias != "0":
-        row_bias = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, ROW_BIAS), mask=active, other=0.0)
+        row_bias = loading.load_row_vector(row_vectors, b, h, q_offsets, ROW_BIAS, active, 0.0)
     if EXACT:  # ``laser.gradients_of_marked`` includes all factors of the row
         weight_factor, grad_factor = zeros, tl.where(active, 1.0 / algebra.phi.score_unit, 0.0)
         if algebra.reweighted:
-            mean_grad = tl.load(
-                loading.row_pointers(row_vectors, b, h, q_offsets, EXACT_MEAN_GRAD), mask=active, other=0.0
-            )
+            mean_grad = loading.load_row_vector(row_vectors, b, h, q_offsets, EXACT_MEAN_GRAD, active, 0.0)
         if algebra.normaliser == "l1":
-            delta = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, EXACT_DELTA), mask=active, other=0.0)
+            delta = loading.load_row_vector(row_vectors, b, h, q_offsets, EXACT_DELTA, active, 0.0)
     else:
-        weight_factor = tl.load(
-            loading.row_pointers(row_vectors, b, h, q_offsets, WEIGHT_FACTOR), mask=active, other=0.0
-        )
-        grad_factor = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, GRAD_FACTOR), mask=active, other=0.0)
+        weight_factor = loading.load_row_vector(row_vectors, b, h, q_offsets, WEIGHT_FACTOR, active, 0.0)
+        grad_factor = loading.load_row_vector(row_vectors, b, h, q_offsets, GRAD_FACTOR, active, 0.0)
         if algebra.shifted:
             # Rows that are not active load no shift. Their score may be a large bias, whose
             # exponential overflows. With shift = inf their weight is 2^-inf = 0. Softplus grows
@@ -112,18 +108,14 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active, EXACT: tl.co
             # compute 0 * inf
             is_softplus: tl.constexpr = algebra.phi.phi_unit != 1.0  # no other phi has such a unit
             inactive_shift: tl.constexpr = 0.0 if is_softplus else float("inf")
-            shift = tl.load(
-                loading.row_pointers(row_vectors, b, h, q_offsets, SHIFT), mask=active, other=inactive_shift
-            )
+            shift = loading.load_row_vector(row_vectors, b, h, q_offsets, SHIFT, active, inactive_shift)
         if algebra.reweighted:
-            mean_grad = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, MEAN_GRAD), mask=active, other=0.0)
-            inverse_spread = tl.load(
-                loading.row_pointers(row_vectors, b, h, q_offsets, INVERSE_SPREAD), mask=active, other=0.0
-            )
+            mean_grad = loading.load_row_vector(row_vectors, b, h, q_offsets, MEAN_GRAD, active, 0.0)
+            inverse_spread = loading.load_row_vector(row_vectors, b, h, q_offsets, INVERSE_SPREAD, active, 0.0)
         if algebra.reweighted or (algebra.phi.has_zeros and algebra.normaliser == "l1"):
-            threshold = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, THRESHOLD), mask=active, other=0.0)
+            threshold = loading.load_row_vector(row_vectors, b, h, q_offsets, THRESHOLD, active, 0.0)
         if algebra.normaliser == "l1":
-            delta = tl.load(loading.row_pointers(row_vectors, b, h, q_offsets, DELTA), mask=active, other=0.0)
+            delta = loading.load_row_vector(row_vectors, b, h, q_offsets, DELTA, active, 0.0)
     row = weighting.GradientRow(shift, threshold, inverse_spread, weight_factor, grad_factor, delta)
     return mean_grad, product_scale, row_bias, row
 
@@ -139,23 +131,23 @@ def store_row_vectors(
     """
     threshold, inverse_spread, weight_factor, delta = row.threshold, row.inverse_spread, row.weight_factor, row.delta
     if EXACT:
-        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, EXACT_MEAN_GRAD), mean_grad, mask=mask)
-        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, EXACT_DELTA), delta, mask=mask)
+        loading.store_row_vector(row_vectors, b, h, q_offsets, EXACT_MEAN_GRAD, mean_grad, mask)
+        loading.store_row_vector(row_vectors, b, h, q_offsets, EXACT_DELTA, delta, mask)
     else:
         if LASER:
             mean_grad, threshold = tl.where(active, mean_grad, 0.0), tl.where(active, threshold, 0.0)
             inverse_spread = tl.where(active, inverse_spread, 0.0)
             weight_factor, grad_factor = tl.where(active, weight_factor, 0.0), tl.where(active, grad_factor, 0.0)
             delta = tl.where(active, delta, 0.0)
-        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, MEAN_GRAD), mean_grad, mask=mask)
-        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, PRODUCT_SCALE), product_scale, mask=mask)
-        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, ROW_BIAS), row_bias, mask=mask)
-        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, SHIFT), row.shift, mask=mask)
-        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, THRESHOLD), threshold, mask=mask)
-        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, INVERSE_SPREAD), inverse_spread, mask=mask)
-        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, WEIGHT_FACTOR), weight_factor, mask=mask)
-        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, GRAD_FACTOR), grad_factor, mask=mask)
-        tl.store(loading.row_pointers(row_vectors, b, h, q_offsets, DELTA), delta, mask=mask)
+        loading.store_row_vector(row_vectors, b, h, q_offsets, MEAN_GRAD, mean_grad, mask)
+        loading.store_row_vector(row_vectors, b, h, q_offsets, PRODUCT_SCALE, product_scale, mask)
+        loading.store_row_vector(row_vectors, b, h, q_offsets, ROW_BIAS, row_bias, mask)
+        loading.store_row_vector(row_vectors, b, h, q_offsets, SHIFT, row.shift, mask)
+        loading.store_row_vector(row_vectors, b, h, q_offsets, THRESHOLD, threshold, mask)
+        loading.store_row_vector(row_vectors, b, h, q_offsets, INVERSE_SPREAD, inverse_spread, mask)
+        loading.store_row_vector(row_vectors, b, h, q_offsets, WEIGHT_FACTOR, weight_factor, mask)
+        loading.store_row_vector(row_vectors, b, h, q_offsets, GRAD_FACTOR, grad_factor, mask)
+        loading.store_row_vector(row_vectors, b, h, q_offsets, DELTA, delta, mask)
 
 
 @triton.jit

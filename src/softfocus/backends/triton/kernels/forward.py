@@ -278,19 +278,13 @@ def store_results(
         phi_sum == 0.0, float("-inf"), tl.log(tl.where(phi_sum == 0.0, 1.0, phi_sum) / algebra.phi.phi_unit)
     )
     log_norm = log_norm + shift * LN2
-    tl.store(loading.row_pointers(outputs.saved, b, row_heads, q_offsets, loading.COUNT), count, mask=mask)
-    tl.store(
-        loading.row_pointers(outputs.saved, b, row_heads, q_offsets, loading.MAXIMUM),
-        row_max / algebra.phi.score_unit,
-        mask=mask,
+    loading.store_row_vector(outputs.saved, b, row_heads, q_offsets, loading.COUNT, count, mask)
+    loading.store_row_vector(
+        outputs.saved, b, row_heads, q_offsets, loading.MAXIMUM, row_max / algebra.phi.score_unit, mask
     )
-    tl.store(loading.row_pointers(outputs.saved, b, row_heads, q_offsets, loading.LOG_NORM), log_norm, mask=mask)
-    tl.store(loading.row_pointers(outputs.saved, b, row_heads, q_offsets, loading.PEAK), peak, mask=mask)
-    tl.store(loading.row_pointers(outputs.saved, b, row_heads, q_offsets, loading.PHI_SUM), phi_sum, mask=mask)
-    tl.store(loading.row_pointers(outputs.saved, b, row_heads, q_offsets, loading.POWER_SUM), power_sum, mask=mask)
-    tl.store(
-        loading.row_pointers(outputs.saved, b, row_heads, q_offsets, loading.MARK),
-        needs_exact.to(tl.float32),
-        mask=mask,
-    )
-    tl.store(loading.row_pointers(outputs.saved, b, row_heads, q_offsets, loading.MAXIMUM_IN_UNIT), row_max, mask=mask)
+    loading.store_row_vector(outputs.saved, b, row_heads, q_offsets, loading.LOG_NORM, log_norm, mask)
+    loading.store_row_vector(outputs.saved, b, row_heads, q_offsets, loading.PEAK, peak, mask)
+    loading.store_row_vector(outputs.saved, b, row_heads, q_offsets, loading.PHI_SUM, phi_sum, mask)
+    loading.store_row_vector(outputs.saved, b, row_heads, q_offsets, loading.POWER_SUM, power_sum, mask)
+    loading.store_row_vector(outputs.saved, b, row_heads, q_offsets, loading.MARK, needs_exact.to(tl.float32), mask)
+    loading.store_row_vector(outputs.saved, b, row_heads, q_offsets, loading.MAXIMUM_IN_UNIT, row_max, mask)

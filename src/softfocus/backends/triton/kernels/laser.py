@@ -135,8 +135,7 @@ def exact_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
 @triton.jit
 def load_marks(saved, inputs, b, h, q_offsets):
     """The marks of the rows [BLOCK_Q]: ONE_KEY, 1, or 0 for rows that are not marked."""
-    pointers = loading.row_pointers(saved, b, h, q_offsets, loading.MARK)
-    return tl.load(pointers, mask=q_offsets < inputs.query_length, other=0.0)
+    return loading.load_row_vector(saved, b, h, q_offsets, loading.MARK, q_offsets < inputs.query_length, 0.0)
 
 
 @triton.jit
@@ -313,8 +312,8 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
                 tile_sum = tl.sum(tl.exp(log_weight + (value - base[:, None])), 1) + nonfinite
                 total = tl.where(this_column, total * rescale[:, None] + tile_sum[:, None], total)
                 running_max = tl.where(this_column, new_max[:, None], running_max)
-    pointers = loading.row_pointers(outputs.saved, b, h, q_offsets, loading.MARK)
-    tl.store(pointers, tl.where(live_keys == 1.0, ONE_KEY, 1.0), mask=marked)
+    marks = tl.where(live_keys == 1.0, ONE_KEY, 1.0)
+    loading.store_row_vector(outputs.saved, b, h, q_offsets, loading.MARK, marks, marked)
     row_heads, log_total = tl.zeros_like(q_offsets) + h, tl.log(total)
     rounded = (running_max + log_total).to(outputs.out.pointer.dtype.element_ty)
     loading.store_like_out(outputs.out, b, row_heads, q_offsets, marked, rounded, inputs, blocks)

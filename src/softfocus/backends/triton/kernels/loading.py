@@ -71,6 +71,20 @@ def row_pointers(vectors, b, h, q_offsets, INDEX: tl.constexpr):
 
 
 @triton.jit
+def load_row_vector(vectors, b, h, q_offsets, INDEX: tl.constexpr, mask, OTHER: tl.constexpr):
+    """The rows ``q_offsets`` [R] of the vector INDEX (``row_pointers``); OTHER where ``mask`` is
+    false.
+    """
+    return tl.load(row_pointers(vectors, b, h, q_offsets, INDEX), mask=mask, other=OTHER)
+
+
+@triton.jit
+def store_row_vector(vectors, b, h, q_offsets, INDEX: tl.constexpr, x, mask):
+    """Store x [R] in the rows ``q_offsets`` of the vector INDEX (``row_pointers``)."""
+    tl.store(row_pointers(vectors, b, h, q_offsets, INDEX), x, mask=mask)
+
+
+@triton.jit
 def reload(pointers, mask):
     """Load again a tile that was loaded before a loop and is not needed inside it.
 

@@ -169,9 +169,9 @@ def saved_statistics(saved, inputs, algebra, b, h, q_offsets):
     sum phi 2^-shift, sum u^p.
     """
     mask = q_offsets < inputs.query_length
-    row_max = tl.load(loading.row_pointers(saved, b, h, q_offsets, loading.MAXIMUM_IN_UNIT), mask=mask, other=0.0)
-    phi_sum = tl.load(loading.row_pointers(saved, b, h, q_offsets, loading.PHI_SUM), mask=mask, other=1.0)
-    power_sum = tl.load(loading.row_pointers(saved, b, h, q_offsets, loading.POWER_SUM), mask=mask, other=1.0)
+    row_max = loading.load_row_vector(saved, b, h, q_offsets, loading.MAXIMUM_IN_UNIT, mask, 0.0)
+    phi_sum = loading.load_row_vector(saved, b, h, q_offsets, loading.PHI_SUM, mask, 1.0)
+    power_sum = loading.load_row_vector(saved, b, h, q_offsets, loading.POWER_SUM, mask, 1.0)
     shift = tl.zeros_like(row_max)
     if algebra.shifted:
         shift = pointwise.row_shift(row_max, algebra)
