@@ -114,6 +114,37 @@ def test_a_mask_for_all_rows_is_one_for_each(build, tokens, hidden):
     assert torch.equal(logits(model, ids, attention_mask=mask), want)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_mask_that_is_longer_than_the_cache_is_refused(build, tokens, kind):
+    """Of a layout without windows the shapes say so."""
+    model, ids = softfocus.hf.use(build("llama"), {"*": {"mechanism": "lssar", "window": 3}}), tokens(1, 2)
+    cache = StaticCache(model.config, LENGTH) if kind == "static" else DynamicCache(config=model.config)
+    long = torch.ones(1, 1, 2, LENGTH + 2).tril().bool()
+    with pytest.raises((ValueError, RuntimeError), match=r"window: got a mask .* as many keys as the cache hands over"):
+        logits(model, ids, attention_mask=long, past_key_values=cache)
+
+
+def test_a_cache_that_has_dropped_what_a_wider_window_sees_is_refused(build, tokens):
+    """Padding makes a mask, which tells how many keys there were."""
+    narrow, wide = ({"0": {"mechanism": "lssar", "window": keys}, "*": "lssar"} for keys in (3, 5))
+    model, ids, real = softfocus.hf.use(build("llama"), narrow), tokens(2, LENGTH), torch.ones(2, LENGTH).long()
+    real[1, :2] = 0
+    cache = DynamicCache(config=model.config)
+    logits(model, ids[:, :-1], attention_mask=real[:, :-1], past_key_values=cache)
+    softfocus.hf.use(model, wide)
+    with pytest.raises(ValueError, match=r"window: .* a window of 5 may see more. .* make a new one from model.config"):
+        logits(model, ids[:, -1:], attention_mask=real, past_key_values=cache)
+
+
+@pytest.mark.parametrize("hidden", [None, -math.inf], ids=["bool", "float"])
+def test_a_mask_for_all_keys_is_one_for_each(build, tokens, hidden):
+    """[batch, 1, rows, 1], which attention() broadcasts."""
+    model, ids = softfocus.hf.use(build("bert"), {"*": {"mechanism": "lssar", "window": 3}}), tokens(2, LENGTH)
+    rows = torch.ones(2, 1, LENGTH, 1).bool()
+    mask = rows if hidden is None else torch.zeros(rows.shape).masked_fill(~rows, hidden)
+    assert torch.equal(logits(model, ids, attention_mask=mask), logits(model, ids))
+
+
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_window_in_a_prefix_lm(build, tokens, cached):
     """Its prefix sees its own future: the last key that a row sees is not the row's own."""

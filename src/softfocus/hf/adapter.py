@@ -25,6 +25,10 @@ UNKNOWN_POSITIONS = (
     "generate() takes tokens that equal pad_token_id for padding where it has no attention_mask, and in what an "
     "assistant model reads: set a pad_token_id that no text has"
 )
+UNKNOWN_KEYS = (
+    "window: got a mask of more keys than there are, in which no query sees the last key, so that the two do not end "
+    "at the same position; a mask of your own has as many keys as the cache hands over"
+)
 _REFUSED = {
     "softcap": "caps the scores before the softmax (Gemma 2)",
     "s_aux": "adds attention sinks to the softmax's denominator (GPT-OSS)",
@@ -181,7 +185,8 @@ def _attend(
                 "positions. Leave it out"
             )
         if mask is not None:
-            mask, window = _windowed(mask[..., -key.shape[2] :], query.shape[2], window), None
+            mask = _of_kept_keys(mask, query.shape[2], key.shape[2], window)
+            mask, window = _windowed(mask, query.shape[2], window), None
     causal = causal and mask is None and query.shape[2] > 1
     arguments: dict[str, Any] = {
         "attn_mask": mask,
@@ -208,6 +213,31 @@ def _decodes(module: nn.Module, query: Tensor, mask: Tensor | None) -> bool:
 def _of_heads(x: Tensor | None, heads: slice, total: int) -> Tensor | None:
     """The part of a mask or bias [B or 1, H or 1, Lq, Lk] that belongs to some of all heads."""
     return x[:, heads] if x is not None and x.dim() == 4 and x.shape[1] == total and total > 1 else x
+
+
+def _of_kept_keys(mask: Tensor, rows: int, keys: int, window: int) -> Tensor:
+    """The columns of a mask [.., Lk or more] that belong to the keys: a cache that keeps the keys
+    of a window alone hands over fewer than the mask tells of, and these are the last ones.
+
+    Raises:
+        ValueError: keys that the window sees are not there.
+        RuntimeError: no row sees the last key, so that the mask does not end where the keys do, as
+            one that is longer than a static cache.
+    """
+    if mask.shape[-1] == 1:
+        return mask.expand(*mask.shape[:-1], keys)
+    if mask.shape[-1] <= keys:
+        return mask
+    if keys - rows < window - 1:
+        raise ValueError(
+            f"window: got a mask of {mask.shape[-1]} keys, but {keys} keys, {rows} of them new, where a window of "
+            f"{window} may see more. A cache belongs to the layout that it was made under: make a new one from "
+            "model.config. A mask [batch, heads, queries, keys] of your own has as many keys as the cache hands over"
+        )
+    mask = mask[..., -keys:]
+    last = mask[..., -1]
+    torch._assert_async((last if last.dtype == torch.bool else last > HIDDEN).any(), UNKNOWN_KEYS)
+    return mask
 
 
 def _windowed(mask: Tensor, rows: int, window: int) -> Tensor:
