@@ -13,8 +13,8 @@ import softfocus
 import softfocus.hf
 from softfocus.lab.report.points import cell
 
-from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, by_label, by_row, loss, minus
-from .tables import COLUMNS, said, shown_losses, table, tables_of
+from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, by_label, by_row, claim, loss, minus
+from .tables import COLUMNS, said, shown, shown_losses, table, tables_of
 
 PAGE = (ROOT / "docs/transformers.md").read_text()
 GUIDE, SHOWN = " ".join(PAGE.split()), tables_of(PAGE)
@@ -89,7 +89,14 @@ def test_the_cost_of_t6_is_the_measured_one():
     by = by_row("t6-mechanisms")
     costs = [f"{minus(by, row, 'softmax').value:.2f}" for row in ("lssar", "lssar-annealed")]
     said = "T6 costs {} at the training length**, {} with the power annealed"
-    assert said.format(*costs) in " ".join((ROOT / "docs/limitations.md").read_text().split())
+    limits = " ".join((ROOT / "docs/limitations.md").read_text().split())
+    assert said.format(*costs) in limits
+    rises = sorted(far - near for near, far in zip(*(cell(by["lssar"], *at).values for at in (HERE, FAR)), strict=True))
+    assert f"it rose by {rises[0]:.2f} to {rises[-1]:.2f} with three seeds of three" in limits
+    figure = claim("softplus-figure-1").group("lssar")
+    rise = cell(figure, 16.0, "dynamic NTK").minus(cell(figure, *HERE))
+    assert f"by {shown(rise)} from 0.09 (eight seeds, dynamic NTK)" in limits
+    assert len(figure.evaluations) == 8
 
 
 def test_the_callback_anneals_the_power(tmp_path):

@@ -114,25 +114,49 @@ def test_a_mask_for_all_rows_is_one_for_each(build, tokens, hidden):
     assert torch.equal(logits(model, ids, attention_mask=mask), want)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_a_mask_that_is_longer_than_the_cache_is_refused(build, tokens, kind):
+@pytest.mark.parametrize(("kind", "error"), [("dynamic", ValueError), ("static", RuntimeError)])
+def test_a_mask_that_is_longer_than_the_cache_is_refused(build, tokens, kind, error):
     """Of a layout without windows the shapes say so."""
     model, ids = softfocus.hf.use(build("llama"), {"*": {"mechanism": "lssar", "window": 3}}), tokens(1, 2)
     cache = StaticCache(model.config, LENGTH) if kind == "static" else DynamicCache(config=model.config)
     long = torch.ones(1, 1, 2, LENGTH + 2).tril().bool()
-    with pytest.raises((ValueError, RuntimeError), match=r"window: got a mask .* as many keys as the cache hands over"):
+    with pytest.raises(error, match=r"window: got a mask .* as many keys as the cache hands over"):
         logits(model, ids, attention_mask=long, past_key_values=cache)
 
 
+def test_steps_of_ended_sequences_need_one_that_goes_on(build, tokens):
+    """A loop of the user's own appends zeros to the masks of sequences that have ended. Where all
+    have, the mask looks like one that is too long.
+    """
+    layout = {"0": {"mechanism": "lssar", "window": 3}, "*": "lssar"}
+    model, ids, real = softfocus.hf.use(build("llama"), layout), tokens(2, LENGTH), torch.ones(2, LENGTH).long()
+    cache, alone = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    logits(model, ids[:, :-1], attention_mask=real[:, :-1], past_key_values=cache)
+    logits(model, ids[1:, :-1], past_key_values=alone)
+    real[0, -1] = 0
+    step = logits(model, ids[:, -1:], attention_mask=real, past_key_values=copy.deepcopy(cache))
+    assert torch.allclose(step[1:], logits(model, ids[1:, -1:], past_key_values=alone), atol=1e-5)
+    real[1, -1] = 0
+    with pytest.raises(RuntimeError, match="no query sees the last key"):
+        logits(model, ids[:, -1:], attention_mask=real, past_key_values=cache)
+
+
+def test_assertions_fit_into_those_of_cuda():
+    """It copies messages into 256 bytes, and refuses longer ones at the call."""
+    assert max(len(text.encode()) for text in (adapter.UNKNOWN_KEYS, adapter.UNKNOWN_POSITIONS)) < 255
+
+
 def test_a_cache_that_has_dropped_what_a_wider_window_sees_is_refused(build, tokens):
-    """Padding makes a mask, which tells how many keys there were."""
+    """Padding makes a mask. One of a layer without a window tells how many keys there were."""
     narrow, wide = ({"0": {"mechanism": "lssar", "window": keys}, "*": "lssar"} for keys in (3, 5))
     model, ids, real = softfocus.hf.use(build("llama"), narrow), tokens(2, LENGTH), torch.ones(2, LENGTH).long()
     real[1, :2] = 0
     cache = DynamicCache(config=model.config)
     logits(model, ids[:, :-1], attention_mask=real[:, :-1], past_key_values=cache)
     softfocus.hf.use(model, wide)
-    with pytest.raises(ValueError, match=r"window: .* a window of 5 may see more. .* make a new one from model.config"):
+    with pytest.raises(
+        ValueError, match=r"window: .* a window of 5 may see older ones. .* make a new one from model.config"
+    ):
         logits(model, ids[:, -1:], attention_mask=real, past_key_values=cache)
 
 

@@ -21,7 +21,10 @@ from softfocus.visibility import document_ids_from_lengths
 
 UNKNOWN_POSITIONS = (
     "window: got a mask of several queries in a cache that shows queries their future or ends in padding, so that "
-    "their positions are not known; pad on the left, and pass the whole prompt at once, with a dynamic cache or none. "
+    "their positions are not known; pad on the left, and pass the whole prompt at once, with a dynamic cache or none"
+)
+"""What compiled code can say: CUDA's assertions hold 254 characters."""
+PAD_TOKEN = (
     "generate() takes tokens that equal pad_token_id for padding where it has no attention_mask, and in what an "
     "assistant model reads: set a pad_token_id that no text has"
 )
@@ -221,8 +224,9 @@ def _of_kept_keys(mask: Tensor, rows: int, keys: int, window: int) -> Tensor:
 
     Raises:
         ValueError: keys that the window sees are not there.
-        RuntimeError: no row sees the last key, so that the mask does not end where the keys do, as
-            one that is longer than a static cache.
+        RuntimeError: no row sees the last key. So the mask does not end where the keys do, as one
+            that is longer than a static cache; or the new keys of all sequences are masked, which
+            looks the same. On a GPU CUDA's assertion fails.
     """
     if mask.shape[-1] == 1:
         return mask.expand(*mask.shape[:-1], keys)
@@ -230,14 +234,13 @@ def _of_kept_keys(mask: Tensor, rows: int, keys: int, window: int) -> Tensor:
         return mask
     if keys - rows < window - 1:
         raise ValueError(
-            f"window: got a mask of {mask.shape[-1]} keys, but {keys} keys, {rows} of them new, where a window of "
-            f"{window} may see more. A cache belongs to the layout that it was made under: make a new one from "
-            "model.config. A mask [batch, heads, queries, keys] of your own has as many keys as the cache hands over"
+            f"window: got a mask of {mask.shape[-1]} keys and {keys} keys, {rows} of them new, where a window of "
+            f"{window} may see older ones. Either the cache was made under another layout: make a new one from "
+            "model.config. Or the mask is your own: it has as many keys as the cache hands over"
         )
-    mask = mask[..., -keys:]
-    last = mask[..., -1]
-    torch._assert_async((last if last.dtype == torch.bool else last > HIDDEN).any(), UNKNOWN_KEYS)
-    return mask
+    visible = mask if mask.dtype == torch.bool else mask > HIDDEN
+    torch._assert_async(visible[..., -1].any(), UNKNOWN_KEYS)
+    return mask[..., -keys:]
 
 
 def _windowed(mask: Tensor, rows: int, window: int) -> Tensor:
@@ -245,8 +248,8 @@ def _windowed(mask: Tensor, rows: int, window: int) -> Tensor:
     side.
 
     As many rows as columns stand at the same positions. In a cache the last row stands at the last
-    key that is seen, and the others before it. Empty slots of a static cache and padding do not
-    count.
+    key that is seen, and the others before it. Empty slots of a static cache, and padding after the
+    last key, do not count.
 
     Raises:
         ValueError: the mask of several rows in a cache does not say where they stand.
@@ -260,7 +263,7 @@ def _windowed(mask: Tensor, rows: int, window: int) -> Tensor:
         if rows > 1 and torch.compiler.is_compiling():  # compiled code looks when it runs
             torch._assert_async((last - own).amax() <= before, UNKNOWN_POSITIONS)
         elif rows > 1 and (last - own).amax() > before:
-            raise ValueError(UNKNOWN_POSITIONS)
+            raise ValueError(f"{UNKNOWN_POSITIONS}. {PAD_TOKEN}")
         own = own + before
     near = (places - own[:, None]).abs() < window
     return visible & near if mask.dtype == torch.bool else mask.masked_fill(~near, -math.inf)

@@ -92,7 +92,7 @@ def reproduce(
         return None
     further, of_earlier = _further(claim, scale, seeds, folder, earlier, console)
     if more := list(dict.fromkeys(str(recipe.train.seed) for recipe in further)):
-        places = " and ".join(str(place) for place in (folder, earlier) if place is not None)
+        places = " or ".join(str(place) for place in (folder, earlier) if place is not None)
         told = f"{claim.title}: the runs of {'seeds' if more[1:] else 'seed'} {', '.join(more)} in {places}"
         say(console, f"{told} are judged, too")
     plan += further
@@ -134,7 +134,7 @@ def _further(
 ) -> tuple[list[Recipe], dict[str, Run]]:
     """Of seeds beyond those asked for, the runs that earlier calls left, and those of earlier
     results: where all rows have finished or diverged, so that all have the same seeds. Says why a
-    seed's runs cannot be taken.
+    seed's runs cannot be taken, as where one of the earlier results is of another recipe.
     """
     names = [path.name for path in folder.glob("*-s*")]
     if earlier is not None:

@@ -182,7 +182,7 @@ def _from_share(first: Cell, second: Cell, share: float, text: str, *, above: bo
     """Below a share of another loss, or above it. The text says what is judged."""
     found = first.minus(second, share)
     if share != 1:
-        text += f"; from {share:.6g} times it {found.value:+.3f} ± {found.standard_error:.3f}"
+        text += f"; minus {share:.6g} times the second loss: {found.value:+.3f} ± {found.standard_error:.3f}"
     return decide(-found if above else found, 0.0, text)
 
 
