@@ -1,13 +1,14 @@
 """docs/claims.md, and a note of a claim: they show the committed results."""
 
 import json
+import math
 import statistics
 
 import pytest
 
-from softfocus.lab.report.points import cell
+from softfocus.lab.report.points import Cell, cell
 
-from .committed import HERE, RESULTS, ROOT, by_row, claim, encoder_rates, loss, minus
+from .committed import HERE, RESULTS, ROOT, by_row, claim, encoder_rates, loss, minus, of_seeds
 from .tables import shown, shown_loss, table, tables_of
 
 PAGE = (ROOT / "docs/claims.md").read_text()
@@ -29,6 +30,29 @@ def toy_table() -> str:
     return table(["row", "2e-3", "4e-3", "8e-3"], rows)
 
 
+def table_rates() -> dict[str, list[Cell | None]]:
+    """The other rows of the softplus paper's tables, with seed 0: at half the claims' learning
+    rate, at it, and at twice that; None where the training diverged.
+    """
+    swept = by_row("table-learning-rates")
+    published = [claim(f"softplus-table-{number}") for number in (1, 2, 3, 4)]
+    found = {}
+    for row in dict.fromkeys(name.rpartition("-")[0] for name in swept):
+        own = next(group for results in published if (group := results.group(row)) is not None)
+        known = of_seeds(swept | {"own": own}, {0})
+        groups = (known.get(name) for name in (f"{row}-half", "own", f"{row}-twice"))
+        found[row] = [None if group is None else cell(group, *HERE) for group in groups]
+    return found
+
+
+def rates_of_tables() -> str:
+    rows = (
+        [f"`{row}`", *("diverged" if one is None else f"{one.loss:.3f}" for one in cells)]
+        for row, cells in table_rates().items()
+    )
+    return table(["row", "2e-3", "4e-3", "8e-3"], rows)
+
+
 def encoder_table() -> str:
     rows = []
     for model, name in ENCODERS.items():
@@ -39,7 +63,7 @@ def encoder_table() -> str:
 
 
 ENCODERS = {"vit": "ViT", "bert": "BERT", "conformer": "Conformer"}
-TABLES = {"toy_rates": toy_table, "encoder_rates": encoder_table}
+TABLES = {"toy_rates": toy_table, "table_rates": rates_of_tables, "encoder_rates": encoder_table}
 
 
 @pytest.mark.parametrize("mark", TABLES)
@@ -73,6 +97,32 @@ def test_what_other_rates_cost_at_the_scale_toy_is_the_measured_one():
     assert [lead.sure for lead in leads] == [True, False, True]
     said = "LASER is below Softmax by {} at 2e-3, by {} at 4e-3, inconclusive, and by {} at 8e-3."
     assert said.format(*map(shown, leads)) in TEXT
+
+
+def test_what_is_said_of_the_rates_of_tables_is_measured():
+    rates = {row: [one and round(one.loss, 3) for one in cells] for row, cells in table_rates().items()}
+    assert [(row, cells.index(None)) for row, cells in rates.items() if None in cells] == [("scenario_ii", 2)]
+    known = {row: [loss or math.inf for loss in cells] for row, cells in rates.items()}
+    best = {row: min(range(3), key=cells.__getitem__) for row, cells in known.items()}
+    same, twice = sum(at == 1 for at in best.values()), [row for row, at in best.items() if at == 2]
+    assert (len(twice), [row for row, at in best.items() if at == 0]) == (7, ["softmax_p3", "softmax_p15"])
+    gain = max(known[row][1] - known[row][2] for row in twice)
+    halved = [known[row][1] - known[row][0] for row in ("softmax_p3", "softmax_p15")]
+    assert (
+        f"4e-3 is the best of three rates for {same} of these {len(rates)} rows. Twice that rate is better for seven, "
+        f"by at most {gain:.3f}. Half is better for `softmax_p3` by {halved[0]:.3f} and for `softmax_p15` by "
+        f"{halved[1]:.3f}." in TEXT
+    )
+    plain, normed = known["softmax_recentred"], known["softmax_recentred_l1"]
+    assert all(with_l1 > without for with_l1, without in zip(normed, plain, strict=True))
+    own = claim("softplus-table-4").group("softmax")
+    swept = by_row("toy-learning-rates")
+    softmax = of_seeds({"half": swept["softmax-half"], "own": own, "twice": swept["softmax-twice"]}, {0})
+    lowest = min(cell(group, *HERE).loss for group in softmax.values())
+    activations = {row: min(known[row]) for row in known if row.endswith("_l1") and row.count("_") == 1}
+    assert len(activations) == 7
+    assert sorted([*activations.values(), lowest]).index(activations["relu2_l1"]) == 1
+    assert min(known["softmax_p3"]) > lowest
 
 
 def test_what_laser_gains_at_the_best_rates_is_the_measured_one():
