@@ -141,6 +141,14 @@ def test_steps_of_ended_sequences_need_one_that_goes_on(build, tokens):
         logits(model, ids[:, -1:], attention_mask=real, past_key_values=cache)
 
 
+def test_a_mask_is_cut_to_the_kept_keys_in_compiled_code():
+    cut = torch.compile(adapter._of_kept_keys, fullgraph=True, backend="aot_eager")
+    mask = torch.arange(9).expand(2, 1, 1, 9) > 3
+    assert torch.equal(cut(mask, 1, 4, 4), mask[..., -4:])
+    with pytest.raises(RuntimeError, match="no query sees the last key"):
+        cut(mask.flip(-1), 1, 4, 4)
+
+
 def test_assertions_fit_into_those_of_cuda():
     """It copies messages into 256 bytes, and refuses longer ones at the call."""
     assert max(len(text.encode()) for text in (adapter.UNKNOWN_KEYS, adapter.UNKNOWN_POSITIONS)) < 255
