@@ -164,7 +164,7 @@ def _compare(
 def _below(first: Cell, second: Cell, by: float, text: str) -> Part:
     """Below another loss by more than a share of it; by a negative share it may be above it.
 
-    The line is measured, too: what is judged is the difference from 1 - by times the other loss,
+    The other loss has an error, too. So the difference from 1 - by times the other loss is judged,
     with the error of that difference.
     """
     return _from_share(first, second, 1 - by, text)
