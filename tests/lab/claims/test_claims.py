@@ -711,6 +711,41 @@ def test_earlier_runs_are_not_trained_again(two: Claim, tmp_path: Path, monkeypa
         reproduce("two", second, seeds=3, earlier=first / PUBLISHED, console=console())
 
 
+def test_keys_are_changed_in_all_rows(two: Claim, tmp_path: Path) -> None:
+    """The pages say which, and today's recipes are read with the same ones."""
+    text = tmp_path / "texts here"
+    shutil.copytree(Path(loading.load(claims.BASES["toy"]).data.source or "").parent, text)
+    changes = [f"data.source={text}", "train.steps=7"]
+    for recipe in recipes(two, "toy", [0], changes):
+        assert (recipe.data.source, recipe.train.steps) == (str(text), 7)
+        finish(recipe, tmp_path / "out")
+    made = reproduce("two", tmp_path / "out", seeds=1, overrides=changes, console=console())
+    assert made is not None
+    assert made.overrides == ['data.source="texts here"', "train.steps=7"]
+    shown = " ".join((tmp_path / "out" / PUBLISHED / "two.md").read_text().split())
+    assert 'with `data.source="texts here"`, `train.steps=7` (' in shown
+    assert "--seeds 1 --set 'data.source=\"texts here\"' --set train.steps=7` runs it again" in shown
+    assert "earlier recipe" not in shown
+    with pytest.raises(LabError, match=r"has another recipe: data\.source was 'texts here' .* train\.steps was 7"):
+        reproduce("two", tmp_path / "more", seeds=1, earlier=tmp_path / "out" / PUBLISHED, console=console())
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("model.mechanism=laser", "--set model.mechanism: rows of two set it"),
+        ("model=3", "model = 3 should be"),
+        ("train.seed=3", "--set train.seed: each row is trained with several seeds; say how many with --seeds"),
+        ("train.step=3", "did you mean 'train.steps'"),
+        ("train.steps", "is not KEY=VALUE"),
+    ],
+)
+def test_keys_that_all_rows_cannot_share_are_refused(two: Claim, override: str, what: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        recipes(two, "toy", [0], [override])
+    assert what in str(caught.value)
+
+
 def test_pages_say_which_results_are_of_an_earlier_recipe(two: Claim, tmp_path: Path) -> None:
     for recipe in recipes(two, "toy", [0]):
         finish(recipe, tmp_path)

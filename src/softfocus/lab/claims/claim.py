@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from softfocus.lab.errors import LabError, UsageError, did_you_mean, first_mistake
+from softfocus.lab.recipes import loading
 from softfocus.lab.recipes.data import Table
 from softfocus.lab.recipes.loading import LAB, shipped_in
 from softfocus.lab.recipes.recipe import Recipe
@@ -258,12 +259,20 @@ def parse(name: str, text: str) -> Claim:
         raise LabError(f"claim {name}: {first_mistake(error)}", remedy) from None
 
 
-def recipes(claim: Claim, scale: Scale, seeds: Sequence[int]) -> list[Recipe]:
+def recipes(claim: Claim, scale: Scale, seeds: Sequence[int], overrides: Sequence[str] = ()) -> list[Recipe]:
     """A recipe for each row and seed: all rows of a seed before the next seed. Their names are
     "ROW-sSEED".
 
+    Args:
+        claim: whose rows they are.
+        scale: of the recipe that they change.
+        seeds: of each row.
+        overrides: `"data.source=texts"`: keys that all rows change, as
+            :func:`softfocus.lab.recipes.loading.load` takes them.
+
     Raises:
-        UsageError: a scale at which the claim cannot be run.
+        UsageError: a scale at which the claim cannot be run, an override that makes no recipe, or
+            one of a key in which the rows differ.
         LabError: a row that makes no recipe.
     """
     if scale not in claim.scales:
@@ -272,4 +281,21 @@ def recipes(claim: Claim, scale: Scale, seeds: Sequence[int]) -> list[Recipe]:
             f"it can be run with --scale {claim.scales[0]}" if claim.scales else "`softfocus report` has the rest"
         )
         raise UsageError(f"{claim.name} cannot be run at the scale {scale}: {why}", elsewhere)
-    return study.recipes(study.Study(title=claim.title, base=claim.base(scale), rows=claim.rows), seeds=seeds)
+    common = _common(claim, scale, overrides)
+    return study.recipes(
+        study.Study(title=claim.title, base=claim.base(scale), common=common, rows=claim.rows), seeds=seeds
+    )
+
+
+def _common(claim: Claim, scale: Scale, overrides: Sequence[str]) -> dict[str, Any]:
+    """What overrides change in all rows."""
+    loading.load(claim.base(scale), list(overrides))
+    changes = loading.changed(overrides)
+    own = {key for row in claim.rows.values() for key in loading.flat(row)}
+    for key in loading.flat(changes):
+        if key == "train.seed":
+            raise UsageError("--set train.seed: each row is trained with several seeds", "say how many with --seeds")
+        if any(f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.") for other in own):
+            what = f"--set {key}: rows of {claim.name} set it, and are held against each other"
+            raise UsageError(what, "set a key that all rows share")
+    return changes

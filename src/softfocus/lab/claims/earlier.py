@@ -13,6 +13,7 @@ from softfocus.lab.claims import results as outcomes
 from softfocus.lab.claims.claim import Claim, Scale, recipes
 from softfocus.lab.claims.results import RESULTS, Results, Run
 from softfocus.lab.errors import LabError
+from softfocus.lab.recipes.loading import flat
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.provenance import without_folders
 
@@ -67,7 +68,8 @@ def changes(claim: Claim, scale: Scale, results: Results) -> list[str]:
     """
     if scale not in claim.scales:
         return []
-    now = {recipe.name: recipe for recipe in recipes(claim, scale, sorted({run.info.seed for run in results.runs}))}
+    seeds = sorted({run.info.seed for run in results.runs})
+    now = {recipe.name: recipe for recipe in recipes(claim, scale, seeds, results.overrides)}
     found: dict[str, None] = {}
     for run in results.runs:
         recipe = now.get(f"{run.row}-s{run.info.seed}")
@@ -78,9 +80,9 @@ def changes(claim: Claim, scale: Scale, results: Results) -> list[str]:
 
 def _differing(text: str, recipe: Recipe) -> list[str]:
     """In which keys two recipes differ, names, descriptions and folders left out."""
-    now = _flat(_compared(without_folders(recipe.to_toml())))
+    now = flat(_compared(without_folders(recipe.to_toml())))
     try:
-        before = _flat(_compared(text))
+        before = flat(_compared(text))
     except (tomllib.TOMLDecodeError, ValidationError):
         return ["it is of another version"]
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
@@ -93,11 +95,3 @@ def _told(value: Any) -> str:
 
 def _compared(text: str) -> dict[str, Any]:
     return Recipe.model_validate(tomllib.loads(text)).model_dump(exclude={"name", "description"}, exclude_none=True)
-
-
-def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """Keys with dots in place of tables in tables."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
-    return found

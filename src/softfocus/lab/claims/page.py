@@ -3,6 +3,7 @@ they cannot drift.
 """
 
 import math
+import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -256,8 +257,11 @@ def _runs(claim: Claim, scale: Scale, results: Results) -> str:
     tokens = sorted({info.steps * info.tokens_per_step for info in infos})
     seeds = sorted({info.seed for info in infos})
     numbered = f"{'seeds' if len(seeds) > 1 else 'seed'} {_each(map(str, seeds))}"
+    base = f"`{claim.base(scale)}`"
+    if results.overrides:
+        base += f" with {_each(f'`{override}`' for override in results.overrides)}"
     return (
-        f"What was run: {len(infos)} trainings of {len(results.rows)} rows on the recipe `{claim.base(scale)}` "
+        f"What was run: {len(infos)} trainings of {len(results.rows)} rows on the recipe {base} "
         f"({size} M parameters, {_each(f'{count / 1e6:.2f}' for count in tokens)} M training tokens), {numbered}; "
         f"commit {_each(commits)}; torch {_each(torch)}; {_each(machines)}."
     )
@@ -354,7 +358,8 @@ def _sizes(results: Results, statement: Saves) -> str:
 
 def _command(claim: Claim, scale: Scale, results: Results | None = None) -> str:
     seeds = len({run.info.seed for run in results.runs} if results else ()) or SEEDS
-    return f"softfocus reproduce {claim.name} --scale {scale} --seeds {seeds}"
+    sets = "".join(f" --set {shlex.quote(override)}" for override in results.overrides) if results else ""
+    return f"softfocus reproduce {claim.name} --scale {scale} --seeds {seeds}{sets}"
 
 
 def _each(texts: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
 """Run a claim: train what is left of its rows, keep what came out, and judge it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -37,6 +37,7 @@ def reproduce(
     *,
     scale: Scale = "toy",
     seeds: int = 3,
+    overrides: Sequence[str] = (),
     jobs: int | None = None,
     processes: int = 1,
     earlier: Path | None = None,
@@ -54,6 +55,7 @@ def reproduce(
         folder: gets a run folder for each row and seed, logs, and `results`.
         scale: which recipe the rows change.
         seeds: so many of each row are trained, from 0 on.
+        overrides: `"data.source=texts"`: keys that all rows change.
         jobs: runs at a time; by default as many as there are cores, or one on a GPU.
         processes: of each run, a device each, under torchrun.
         earlier: holds NAME/SCALE/results.json; the runs in it are taken as they are, and not
@@ -66,13 +68,14 @@ def reproduce(
         What came out; None for an estimate.
 
     Raises:
-        UsageError: no such claim, or one that cannot be run at this scale.
+        UsageError: no such claim, one that cannot be run at this scale, or an override that makes
+            no recipe or changes a key in which the rows differ.
         LabError: what memory or disk cannot hold, a run that failed (after the others have been
             judged), earlier runs of other recipes or data, or Ctrl-C.
     """
     console = console or Console()
     claim = claims.load(name)
-    plan = claims.recipes(claim, scale, range(seeds))
+    plan = claims.recipes(claim, scale, range(seeds), overrides)
     there = earlier_runs.runs(claim, scale, plan, earlier) if earlier is not None else {}
     if earlier is not None:
         taken = f"{claim.title}: {len(there)} of {len(plan)} runs are taken from {earlier}"
@@ -90,7 +93,7 @@ def reproduce(
     )
     if estimate_only:
         return None
-    further, of_earlier = _further(claim, scale, seeds, folder, earlier, console)
+    further, of_earlier = _further(claim, scale, seeds, overrides, folder, earlier, console)
     if more := list(dict.fromkeys(str(recipe.train.seed) for recipe in further)):
         places = " or ".join(str(place) for place in (folder, earlier) if place is not None)
         told = f"{claim.title}: the runs of {'seeds' if more[1:] else 'seed'} {', '.join(more)} in {places}"
@@ -100,7 +103,7 @@ def reproduce(
     over = [job.recipe for job in found if job.status in _OVER]
     over += [recipe for recipe in further if recipe.name not in there]
     failed = [job for job in found if job.status == "failed"]
-    results = collect(claim, scale, over, folder, missing_lines(failed))
+    results = collect(claim, scale, over, folder, missing_lines(failed), overrides)
     known = there | {f"{run.row}-s{run.info.seed}": run for run in results.runs}
     results = results.model_copy(update={"runs": [known[one.name] for one in plan if one.name in known]})
     place = folder / PUBLISHED / name / scale
@@ -130,7 +133,13 @@ def _figures(claim: Claim, results: Results, title: str) -> Iterator[tuple[str, 
 
 
 def _further(
-    claim: Claim, scale: Scale, seeds: int, folder: Path, earlier: Path | None, console: Console
+    claim: Claim,
+    scale: Scale,
+    seeds: int,
+    overrides: Sequence[str],
+    folder: Path,
+    earlier: Path | None,
+    console: Console,
 ) -> tuple[list[Recipe], dict[str, Run]]:
     """Of seeds beyond those asked for, the runs that earlier calls left, and those of earlier
     results: where all rows have finished or diverged, so that all have the same seeds. Says why a
@@ -144,7 +153,7 @@ def _further(
     found: list[Recipe] = []
     taken: dict[str, Run] = {}
     for seed in sorted(number for number in numbers if number >= seeds):
-        recipes = claims.recipes(claim, scale, [seed])
+        recipes = claims.recipes(claim, scale, [seed], overrides)
         try:
             there = earlier_runs.runs(claim, scale, recipes, earlier) if earlier is not None else {}
             left = [recipe for recipe in recipes if recipe.name not in there]

@@ -19,11 +19,12 @@ from softfocus.catalog import named
 from softfocus.lab.claims.claim import Claim, Scale
 from softfocus.lab.inspect import results as inspections
 from softfocus.lab.inspect.results import Row as Attention
-from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.recipes.loading import changed, flat
+from softfocus.lab.recipes.recipe import Recipe, toml_value
 from softfocus.lab.report.points import Group
 from softfocus.lab.report.results import load_recipe_text
 from softfocus.lab.run_folder.files import INSPECTION, load_measured, load_run, read_json
-from softfocus.lab.run_folder.provenance import now
+from softfocus.lab.run_folder.provenance import now, without_folders
 from softfocus.lab.run_folder.results import (
     Bucket,
     Classification,
@@ -111,6 +112,9 @@ class Results(Record):
     claim: str
     scale: Scale
     created: datetime
+    overrides: list[str] = Field(
+        default=[], description="keys that --set changed in all rows, without names of folders"
+    )
     missing: list[str] = Field(default=[], description="runs that failed for reasons that say nothing about the claim")
     runs: list[Run]
 
@@ -145,7 +149,14 @@ class Results(Record):
         return Group(row, found) if found else None
 
 
-def collect(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path, missing: Sequence[str] = ()) -> Results:
+def collect(
+    claim: Claim,
+    scale: Scale,
+    plan: Sequence[Recipe],
+    folder: Path,
+    missing: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+) -> Results:
     """Results from the run folders of those recipes whose training is over.
 
     Args:
@@ -154,6 +165,7 @@ def collect(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path, mi
         plan: named "ROW-sSEED".
         folder: holds a run folder of each name.
         missing: what to say of runs that are not there.
+        overrides: what was changed in all rows: `"data.source=texts"`.
 
     Raises:
         LabError: a folder that cannot be read.
@@ -180,7 +192,8 @@ def collect(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path, mi
                 tasks=load_measured(place, Tasks) if "tasks" in also else None,
             )
         )
-    return Results(claim=claim.name, scale=scale, created=now(), missing=list(missing), runs=runs)
+    told = [without_folders(f"{key}={toml_value(value)}") for key, value in flat(changed(overrides)).items()]
+    return Results(claim=claim.name, scale=scale, created=now(), overrides=told, missing=list(missing), runs=runs)
 
 
 def _without_window(rows: Sequence[_Windowed]) -> list[_Windowed]:

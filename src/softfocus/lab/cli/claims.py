@@ -42,6 +42,10 @@ def reproduce(
     seeds: Annotated[
         int, typer.Option(min=1, max=1000, help="Trainings of each row; under 3 there is no verdict.")
     ] = 3,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a key of all rows; may be repeated."),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FOLDER", help="Where runs go.", show_default="runs/claims-SCALE"),
@@ -76,6 +80,7 @@ def reproduce(
         out or Path("runs") / f"claims-{scale}",
         scale=scale,
         seeds=seeds,
+        overrides=overrides or (),
         jobs=jobs,
         processes=processes,
         earlier=earlier,

@@ -4,6 +4,7 @@ is wrong with it.
 
 import copy
 import tomllib
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -120,6 +121,26 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(base.get(key), dict)
         result[key] = merged(base[key], value) if both else value
     return result
+
+
+def changed(overrides: Sequence[str]) -> dict[str, Any]:
+    """Tables and keys that overrides set, as :func:`merged` takes them.
+
+    Raises:
+        UsageError: one that is not KEY=VALUE.
+    """
+    values: dict[str, Any] = {}
+    for override in overrides:
+        _override(values, override)
+    return values
+
+
+def flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """Keys with dots in place of tables in tables."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
+    return found
 
 
 def _override(values: dict[str, Any], override: str) -> None:

@@ -266,18 +266,19 @@ class Recipe(Table):
     def to_toml(self) -> str:
         """TOML that :func:`softfocus.lab.recipes.loading.load` reads back to an equal recipe."""
         tables = self.model_dump(exclude_none=True)
-        lines = [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
+        lines = [f"{key} = {toml_value(value)}" for key, value in tables.items() if not isinstance(value, dict)]
         for name, table in tables.items():
             if isinstance(table, dict):
-                lines += ["", f"[{name}]", *(f"{_toml_key(key)} = {_toml(value)}" for key, value in table.items())]
+                lines += ["", f"[{name}]", *(f"{_toml_key(key)} = {toml_value(value)}" for key, value in table.items())]
         return "\n".join(lines) + "\n"
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value as TOML."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_toml_key(key)} = {_toml(item)}" for key, item in value.items()) + " }"
+        return "{ " + ", ".join(f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -287,4 +288,4 @@ def _toml(value: Any) -> str:
 
 def _toml_key(key: str) -> str:
     bare = key.isascii() and key.replace("_", "").replace("-", "").isalnum()
-    return key if bare else _toml(key)
+    return key if bare else toml_value(key)

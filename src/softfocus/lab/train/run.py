@@ -355,7 +355,17 @@ def _take_stock(info: RunInfo, trainer: WindowTrainer, watch: Watch) -> None:
     info.validation_loss = _logged(trainer, records.VALIDATION, 6)
     by_name = {name: _logged(trainer, name + records.NORM, 5) for name in records.PROJECTIONS}
     info.projection_norms = {name: norms for name, norms in by_name.items() if norms}
-    info.tokens_per_second = watch.tokens_per_second or info.tokens_per_second
+    info.tokens_per_second = _speed(info, watch)
+
+
+def _speed(info: RunInfo, watch: Watch) -> float | None:
+    """Tokens per second of a training, over all of its sessions: each counts for the steps that are
+    its own.
+    """
+    before, now = info.tokens_per_second, watch.tokens_per_second
+    if before is None or now is None:
+        return now or before
+    return info.steps_done / (watch.first_step / before + (info.steps_done - watch.first_step) / now)
 
 
 def _logged(trainer: WindowTrainer, name: str, digits: int | None = None) -> list[tuple[int, float]]:

@@ -142,6 +142,7 @@ class Watch(TrainerCallback):
     """Reports progress, measures speed, stops on Ctrl-C.
 
     Attributes:
+        first_step: that a resumed training goes on from.
         tokens_per_second: of this call, without the first steps; None until it is known.
         interrupted: whether a signal ended the training early, after a checkpoint.
     """
@@ -151,6 +152,7 @@ class Watch(TrainerCallback):
         self.listener = listener
         self.tokens_per_second: float | None = None
         self.interrupted = False
+        self.first_step = 0
         self._away = 0.0
         self._loss: float | None = None
         self._from: tuple[int, float] = (0, 0.0)
@@ -162,15 +164,15 @@ class Watch(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the clock."""
         self._from = (state.global_step, time.perf_counter())
-        self._first_step = state.global_step
+        self.first_step = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measure and tell; ask for a checkpoint when a signal came."""
         step, now = state.global_step, time.perf_counter() - self._away
-        warm_up = min(WARM_UP_STEPS, max(1, (state.max_steps - self._first_step) // 2))
-        if step == self._first_step + warm_up:
+        warm_up = min(WARM_UP_STEPS, max(1, (state.max_steps - self.first_step) // 2))
+        if step == self.first_step + warm_up:
             self._from = (step, now)
-        elif step > self._first_step + warm_up:
+        elif step > self.first_step + warm_up:
             a_step = (now - self._from[1]) / (step - self._from[0])
             self.tokens_per_second = self.recipe.train.batch * self.recipe.train.length / a_step
         if self.interrupted:
