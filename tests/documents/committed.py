@@ -28,8 +28,8 @@ def report(study: str) -> Report:
 
 
 @cache
-def claim(name: str) -> Results:
-    return read_claim(RESULTS / "claims" / name / "toy/results.json")
+def claim(name: str, scale: str = "toy") -> Results:
+    return read_claim(RESULTS / "claims" / name / scale / "results.json")
 
 
 def load_benchmark(folder: Path) -> Benchmark:
@@ -91,6 +91,14 @@ def encoder_rates(model: str) -> dict[str, list[Cell]]:
         for row in ("softmax", "laser")
     }
     return {row: [cell(group, 1.0, "error rate") for group in some if group] for row, some in groups.items()}
+
+
+def every_layer() -> dict[str, Group]:
+    """One mechanism in every layer, 10 M parameters: the claims' rows."""
+    found = claim("softplus-post-hoc", "small"), claim("laser-steps", "small")
+    rows = {"Softmax": "softmax", "LSSA": "lssa", "LSSAR, p = 15": "lssar", "LASER": "laser_recorded"}
+    groups = {name: found[row == "laser_recorded"].group(row) for name, row in rows.items()}
+    return {name: group for name, group in groups.items() if group is not None}
 
 
 @cache

@@ -208,3 +208,29 @@ def test_the_power_of_a_note_is_the_measured_one():
     said = note("laser-classification", "At the scale toy")
     assert f"softmax in {statistics.mean(accuracies['softmax']):.0%}".replace("%", " %") in said
     assert f"the error of the difference is {error:.0%}".replace("%", " %") in said
+
+
+def test_what_is_said_of_the_scale_small():
+    claims_of_small = sorted(path.parents[1].name for path in (RESULTS / "claims").glob("*/small/results.json"))
+    assert claims_of_small == ["laser-gradients", "laser-steps", "softplus-figure-1", "softplus-post-hoc"]
+    found = claim("softplus-figure-1", "small")
+    by = {row: found.group(row) for row in found.rows}
+    assert minus(by, "lssar", "lssar", (16.0, "dynamic NTK"), HERE).value < 0
+    below = {n: minus(by, "lssar", "softmax", (float(n), "dynamic NTK")).sure for n in (2, 4, 8, 16)}
+    assert below == {2: True, 4: False, 8: True, 16: True}
+    assert "holds at each of them but 4, where softmax's seeds differ too much to decide it" in TEXT
+    judged = {part: _ratio(part) for part in ("query", "key", "value")}
+    least, most = (f"{100 * (1 - ratio):.0f}" for ratio in (max(judged.values()), min(judged.values())))
+    assert f"the medians are {least} to {most} % smaller" in TEXT
+
+
+def _ratio(part: str) -> float:
+    """The median gradient of LASER's projections, as a share of softmax's: the mean of the seeds'
+    logarithms.
+    """
+    found = claim("laser-gradients", "small")
+    norms = {
+        row: [math.log(statistics.median(norm for _, norm in run.info.projection_norms[part])) for run in found.of(row)]
+        for row in found.rows
+    }
+    return math.exp(statistics.mean(norms["laser_recorded"]) - statistics.mean(norms["softmax_recorded"]))

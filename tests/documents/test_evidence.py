@@ -15,6 +15,7 @@ from .committed import (
     by_label,
     by_seed,
     encoder_rates,
+    every_layer,
     loss,
     minus,
     recalls,
@@ -226,3 +227,9 @@ def test_what_is_said_of_laser_is_what_the_claims_found():
     assert f"with LAMB its loss is lower by {lead('laser-lamb', 'With LAMB, LASER has a lower loss')}" in TEXT
     assert re.search(r"right: \+[\d.]+%", page("laser-classification")), "ahead"
     assert re.search(r"mistakes fewer words .*: \+[\d.]+ ±", page("laser-conformer")), "behind"
+
+
+def test_what_is_said_of_one_mechanism_in_every_layer():
+    lead = minus(every_layer(), "LASER", "Softmax")
+    assert not lead.sure
+    assert f"LASER has a lower loss than Softmax by {shown(lead).removeprefix('-')}, inconclusive, with each of" in TEXT

@@ -22,8 +22,10 @@ from .committed import (
     WINDOWED,
     beside,
     by_label,
+    by_row,
     by_seed,
     disturbed,
+    every_layer,
     loss,
     minus,
     of_seeds,
@@ -95,6 +97,22 @@ def beside_softmax(*studies: str) -> str:
     )
     tables = table(["", "seeds", *COLUMNS], rows), minus_softmax(by, rival | ours), minus_rivals(by, ours, rival)
     return "\n\n".join(tables)
+
+
+def small_every() -> str:
+    by = every_layer()
+    near = {f"{2**n}x": (2.0**n, "as trained") for n in range(4)}
+    across = near | {"16x": FAR, "16x, NTK": (16.0, "dynamic NTK"), "16x, window": WINDOWED}
+    rows = ([name, str(len(group.evaluations)), *shown_losses(group, across.values())] for name, group in by.items())
+    at_8 = (8.0, "as trained"), (8.0, "window 1x")
+    pairs = {"1x": (HERE, HERE), "8x, as trained, minus Softmax with the window": at_8} | PAIRS
+    apart = (
+        [name, *(said(minus(by, name, "Softmax", *pair)) for pair in pairs.values())]
+        for name in by
+        if name != "Softmax"
+    )
+    losses = table(["10 M parameters, as trained", "seeds", *across], rows)
+    return f"{losses}\n\n{table(['minus Softmax', *pairs], apart)}"
 
 
 def lssa_tiled() -> str:
@@ -302,7 +320,7 @@ TABLES = {
     "lssa_tiled": lssa_tiled, "sinks": sinks_table, "new_rates": rates, "larger_new_rates": larger_rates,
     "larger_lssa": partial(beside_softmax, "larger"), "bpe_lssa": partial(beside_softmax, "layouts-bpe-tuned", "bpe"),
     "small_lssa": partial(beside_softmax, "small-gpu"), "small_one": partial(beside_softmax, "small-gpu/one-pass"),
-    "bias": bias, "bytes_512": bytes_512,
+    "small_every": small_every, "bias": bias, "bytes_512": bytes_512,
     "small_settings": small_settings, "length_512": lambda: length_512(), "longer": longer,
 }  # fmt: skip
 
@@ -314,6 +332,33 @@ def test_the_tables_are_the_committed_ones(mark):
 
 def test_every_table_is_tested():
     assert SHOWN.keys() == TABLES.keys()
+
+
+def test_what_is_said_of_one_mechanism_in_every_layer():
+    by = every_layer()
+    lssar, softmax, laser = by["LSSAR, p = 15"], by["Softmax"], by["LASER"]
+    falls = [near - far for near, far in zip(cell(lssar, *HERE).values, cell(lssar, *FAR).values, strict=True)]
+    said = f"below that at the training length, by {min(falls):.3f} to {max(falls):.3f}. There it is above Softmax"
+    assert said in TEXT
+    means = [cell(lssar, 2.0**n, "as trained").loss for n in range(4)]
+    assert means == sorted(means, reverse=True)
+    for length in (1.0, 2.0, 4.0, 8.0):
+        assert not minus(by, "LSSAR, p = 15", "Softmax", (length, "as trained"), (length, "window 1x")).sure
+    assert not minus(by, "LSSAR, p = 15", "Softmax", WINDOWED).sure
+    for name in ("Softmax", "LSSA", "LASER"):
+        for setting, lengths in (("as trained", (1.0, 2.0, 4.0, 8.0, 16.0)), ("dynamic NTK", (2.0, 4.0, 8.0, 16.0))):
+            rising = [cell(by[name], length, setting).loss for length in lengths]
+            assert rising == sorted(rising)
+        assert cell(by[name], 4.0, "dynamic NTK").loss > cell(by[name], *HERE).loss
+    assert max(cell(group, *FAR).loss for group in by.values()) == cell(by["LSSA"], *FAR).loss
+    leads = [ours - theirs for theirs, ours in zip(cell(laser, *HERE).values, cell(softmax, *HERE).values, strict=True)]
+    assert f"three seeds**, by {min(leads):.3f} to {max(leads):.3f} at the training length" in TEXT
+    assert not minus(by, "LASER", "Softmax").sure
+    other = by_row("small-gpu/longer") | by_row("small-gpu/longer-rates")
+    rates = cell(other["softmax-half"], *HERE).loss, cell(other["softmax"], *HERE).loss
+    assert "Softmax has {:.3f} at half that rate, and {:.3f} at it".format(*rates) in TEXT
+    demo = minus(by_label("layouts"), "LSSAR", "Softmax").value
+    assert f"The demo's LSSAR has 0.8 M parameters, and costs {demo:.3f} at the training length" in TEXT
 
 
 @pytest.mark.parametrize("study", ["rope-and-sinks", "rope-and-sinks-larger"])

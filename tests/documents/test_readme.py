@@ -3,6 +3,7 @@
 import json
 import re
 import textwrap
+from functools import partial
 
 import pytest
 
@@ -19,6 +20,7 @@ from .committed import (
     beside,
     by_label,
     encoder_rates,
+    every_layer,
     minus,
 )
 from .tables import NAMES, said, shown, shown_loss, table, tables_of
@@ -172,6 +174,26 @@ def test_the_verdicts_it_counts_are_the_ledgers():
     failed = [source for _claim, source, toy, *_others in of_toy if toy == "fails"]
     assert len(failed) == int(fails)
     assert all("2501.13428" in source for source in failed), "the seven are the first paper's"
+
+
+def test_the_claims_at_the_scale_small_are_the_ledgers():
+    page = (RESULTS / "claims/README.md").read_text()
+    holds, fails, inconclusive, _ = re.search(r"^\| small \| (.*) \|$", page, re.MULTILINE)[1].split(" | ")
+    assert (holds, fails, inconclusive) == ("0", "1", "3")
+    assert "Four of the 22 were judged with 10 M parameters, too: one fails, and three are inconclusive." in TEXT
+
+
+def test_lssar_in_every_layer_is_the_measured_one():
+    by = every_layer()
+    at = partial(minus, by, "LSSAR, p = 15", "Softmax")
+    assert not at().sure
+    assert not any(at((length, "as trained"), (length, "window 1x")).sure for length in (2.0, 4.0, 8.0))
+    far = shown(at(FAR, WINDOWED))
+    assert f"up to 8 times that length, and at 16 times higher by {far} (three seeds, one learning rate)" in TEXT
+    losses = (cell(by[name], *FAR).loss for name in ("Softmax", "LSSAR, p = 15"))
+    assert "There Softmax's loss without a window is {:.3f}, LSSAR's {:.3f}.".format(*losses) in TEXT
+    demo = shown(minus(by_label("layouts"), "LSSAR", "Softmax"))
+    assert f"With 0.8 M parameters LSSAR costs {demo} at the training length." in TEXT
 
 
 def test_the_lead_over_a_better_trained_softmax_is_the_measured_one():

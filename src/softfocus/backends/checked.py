@@ -1,6 +1,6 @@
 """The Triton kernels, compared with the tiled backend at the first call of each kind.
 
-``backend="auto"`` runs the kernels through this module, because five GPUs have run them for
+``backend="auto"`` runs the kernels through this module, because six GPUs have run them for
 fifteen minutes each, and a wrong kernel must not silently give wrong numbers. A part of the call is
 compared with the tiled backend in float64. Kinds that disagree or do not compile run on the tiled
 backend from then on, after one warning. A kind is a mechanism, a dtype, the sizes of a head and the

@@ -148,11 +148,9 @@ class Watch(TrainerCallback):
     """
 
     def __init__(self, recipe: Recipe, listener: Listener):
-        self.recipe = recipe
-        self.listener = listener
+        self.recipe, self.listener = recipe, listener
         self.tokens_per_second: float | None = None
-        self.interrupted = False
-        self.first_step = 0
+        self.interrupted, self.first_step = False, 0
         self._away = 0.0
         self._loss: float | None = None
         self._from: tuple[int, float] = (0, 0.0)
@@ -163,8 +161,8 @@ class Watch(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the clock."""
-        self._from = (state.global_step, time.perf_counter())
         self.first_step = state.global_step
+        self._from = (self.first_step, time.perf_counter())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measure and tell; ask for a checkpoint when a signal came."""
