@@ -62,6 +62,41 @@ def tiny(folder: Path) -> list[str]:
     return [*TINY, f"data.source={shards}", f"data.tokenizer={folder / 'tokenizer'}"]
 
 
+LONG = ["train.length=512", "evaluate.lengths=1x,2x", "evaluate.tokens=4096"]
+"""Prompts for passkeys, and pairs of texts, need hundreds of bytes."""
+LLAMA = ["model.config.num_key_value_heads=2", "model.config.head_dim=16"]
+OTHERS = {
+    "softplus-passkey": ("gpt2-124m", LONG),
+    "laser-classification": ("gpt2-124m", LONG),
+    "laser-differential": ("gpt2-124m-llama", LLAMA),
+    "laser-bert": ("bert-base", ["train.warmdown=0", "evaluate.lengths=1x"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_claims_at_the_scale_gpt2_run_from_shards(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers_here: list[str]
+) -> None:
+    """What these measure beside the loss is in the results."""
+    recipe, own = OTHERS[name]
+    base = tmp_path / "tiny.toml"
+    base.write_text(loading.load(recipe, [*tiny(tmp_path), "train.steps=2", *own]).to_toml())
+    claim = claims.load(name)
+    claim = claim.model_copy(update={"bases": claim.bases | {"gpt2": str(base)}})
+    monkeypatch.setattr(claims, "shipped", lambda: [name])
+    monkeypatch.setattr(claims, "load", lambda _: claim)
+    monkeypatch.setenv("SOFTFOCUS_CACHE", str(tmp_path / "cache"))
+    made = reproduce(name, tmp_path / "out", scale="gpt2", seeds=1, jobs=1, console=Console(file=io.StringIO()))
+    assert made is not None
+    assert sorted(made.rows) == sorted(claim.rows)
+    for run in made.runs:
+        assert (run.info.status, run.info.steps_done) == ("complete", 2)
+        assert run.evaluation is not None
+        assert bool(run.passkeys) == (name == "softplus-passkey")
+        assert (run.classification is not None) == (name == "laser-classification")
+
+
 def test_a_claim_at_the_scale_gpt2_runs_from_shards_to_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers_here: list[str]
 ) -> None:

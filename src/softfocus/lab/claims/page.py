@@ -26,12 +26,10 @@ from softfocus.lab.run_folder.results import WRONG
 
 LEDGER = "README.md"
 AWAY: dict[Scale, str] = {
-    "small": "10 M parameters take a GPU for minutes in each of a claim's many runs, and this project has been lent "
-    "one for fifteen minutes at a time",
     "gpt2": "124 M parameters on 9.9 billion tokens, for which the paper had eight A100, "
     "are out of reach of this project",
 }
-"""Scales that need more than the project has. A claim with committed results has a verdict there
+"""A scale that needs more than the project has. A claim with committed results has a verdict there
 all the same.
 """
 
