@@ -6,10 +6,10 @@ import statistics
 
 import pytest
 
-from softfocus.lab.report.points import Cell, cell
+from softfocus.lab.report.points import Cell, Group, cell
 
-from .committed import HERE, RESULTS, ROOT, by_row, claim, encoder_rates, loss, minus, of_seeds
-from .tables import shown, shown_loss, table, tables_of
+from .committed import FAR, HERE, RESULTS, ROOT, by_row, claim, encoder_rates, loss, minus, of_seeds
+from .tables import COLUMNS, shown, shown_loss, shown_losses, table, tables_of
 
 PAGE = (ROOT / "docs/claims.md").read_text()
 TEXT, SHOWN = " ".join(PAGE.split()), tables_of(PAGE)
@@ -53,6 +53,41 @@ def rates_of_tables() -> str:
     return table(["row", "2e-3", "4e-3", "8e-3"], rows)
 
 
+def reasons() -> dict[str, dict[str, Group]]:
+    """Rows of the softplus paper's claims, and what `toy-longer` changes in them, with seed 0."""
+    changed = by_row("toy-longer")
+    published = [claim(f"softplus-table-{number}") for number in (4, 3, 1)]
+    rows: dict[str, dict[str, Group]] = {}
+    for row in (
+        "softmax",
+        "lssa",
+        "lssar",
+        "lssar_p3",
+        "softmax_p3",
+        "relu2_l1",
+        "softmax_recentred",
+        "softmax_recentred_l1",
+    ):
+        own = next(group for results in published if (group := results.group(row)) is not None)
+        every = {"as in the claims": own} | {
+            told: changed[f"{row}-{name}"] for name, told in CHANGES.items() if f"{row}-{name}" in changed
+        }
+        rows[row] = of_seeds(every, {0})
+    return rows
+
+
+CHANGES = {"longer": "3,200 steps", "256": "256 bytes", "annealed": "p annealed from 1"}
+
+
+def reasons_table() -> str:
+    lines = [
+        [f"`{row}`, {told}", *shown_losses(group, COLUMNS.values())]
+        for row, groups in reasons().items()
+        for told, group in groups.items()
+    ]
+    return table(["seed 0", *COLUMNS], lines)
+
+
 def encoder_table() -> str:
     rows = []
     for model, name in ENCODERS.items():
@@ -63,7 +98,9 @@ def encoder_table() -> str:
 
 
 ENCODERS = {"vit": "ViT", "bert": "BERT", "conformer": "Conformer"}
-TABLES = {"toy_rates": toy_table, "table_rates": rates_of_tables, "encoder_rates": encoder_table}
+TABLES = {
+    "toy_rates": toy_table, "table_rates": rates_of_tables, "encoder_rates": encoder_table, "reasons": reasons_table,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mark", TABLES)
@@ -234,3 +271,33 @@ def _ratio(part: str) -> float:
         for row in found.rows
     }
     return math.exp(statistics.mean(norms["laser_recorded"]) - statistics.mean(norms["softmax_recorded"]))
+
+
+def test_what_is_said_of_longer_trainings_and_texts():
+    by = reasons()
+    at = {(row, told): cell(group, *HERE).loss for row, groups in by.items() for told, group in groups.items()}
+    far = {(row, told): cell(group, *FAR).loss for row, groups in by.items() for told, group in groups.items()}
+    short, long = ("lssar", "as in the claims"), ("lssar", CHANGES["256"])
+    said = "it goes from {:.3f} to {:.3f} at 16 times the length with the former, and from {:.3f} to {:.3f}"
+    assert said.format(at[short], far[short], at[long], far[long]) in TEXT
+    annealed = "lssar", CHANGES["annealed"]
+    assert f"With an annealed power it goes from {at[annealed]:.3f} to {far[annealed]:.3f}." in TEXT
+    longer = CHANGES["longer"]
+    assert far["lssar", longer] - at["lssar", longer] > far[short] - at[short], "nor do more steps flatten it"
+    price = [
+        at[row] - at["softmax", told]
+        for row, told in ((short, short[1]), (annealed, short[1]), (("lssar", longer), longer), (long, long[1]))
+    ]
+    assert (
+        "from {:.3f} to {:.3f}, and with four times the steps to {:.3f}. With 256 bytes it is {:.3f}.".format(*price)
+        in TEXT
+    )
+    assert all(far["lssa", told] > far["softmax", told] for told in ("as in the claims", longer, CHANGES["256"]))
+    rates = by_row("toy-learning-rates")
+    for rate in ("half", "twice"):
+        assert len(rates[f"lssa-{rate}"].evaluations) == 3
+        for setting in ("as trained", "dynamic NTK"):
+            assert cell(rates[f"lssa-{rate}"], 16.0, setting).loss > cell(rates[f"softmax-{rate}"], 16.0, setting).loss
+    raised = at["softmax_recentred_l1", longer] - at["softmax_recentred", longer]
+    assert f"raises the loss of re-centred weights, by {raised:.3f}. ReLU squared is still below softmax, by " in TEXT
+    assert f"below softmax, by {at['softmax', longer] - at['relu2_l1', longer]:.3f}." in TEXT

@@ -498,7 +498,7 @@ def test_the_ledger_says_how_many_claims_share_trainings(made: Any) -> None:
     found["second"]["toy"].runs[4].info.train_loss = [(10, 1.0)]
     text = " ".join(page.ledger(lines, found).split())  # type: ignore[arg-type]
     assert "At the scale `toy` 2 of the 3 claims that were judged share trainings with others" in text
-    assert "and 1 of the 2 that fail do" in text
+    assert "others, 1 of 2 that fail among them. The verdicts of these are not independent." in text
     assert "share trainings" not in page.ledger(lines, {})  # type: ignore[arg-type]
 
 
@@ -726,8 +726,41 @@ def test_keys_are_changed_in_all_rows(two: Claim, tmp_path: Path) -> None:
     assert 'with `data.source="texts here"`, `train.steps=7` (' in shown
     assert "--seeds 1 --set 'data.source=\"texts here\"' --set train.steps=7` runs it again" in shown
     assert "earlier recipe" not in shown
-    with pytest.raises(LabError, match=r"has another recipe: data\.source was 'texts here' .* train\.steps was 7"):
+    differs = r"has another recipe: data\.source was 'texts here' .* train\.steps was 7 .*; give --set 'data.source="
+    with pytest.raises(LabError, match=differs):
         reproduce("two", tmp_path / "more", seeds=1, earlier=tmp_path / "out" / PUBLISHED, console=console())
+    again = reproduce(
+        "two", tmp_path / "more", seeds=1, overrides=changes, earlier=tmp_path / "out" / PUBLISHED, console=console()
+    )
+    assert again is not None
+    assert again.runs == made.runs
+
+
+def test_results_whose_changed_keys_are_gone_are_of_an_earlier_recipe(two: Claim, tmp_path: Path) -> None:
+    for recipe in recipes(two, "toy", [0]):
+        finish(recipe, tmp_path)
+    results = reproduce("two", tmp_path, seeds=1, console=console())
+    assert results is not None
+    results.overrides = ["train.bacth=3"]
+    shown = " ".join(page.page(two, {"toy": results}).split())
+    assert "earlier recipe, and not again since it changed.** Since then: recipe" in shown
+    assert "has no key 'train.bacth'" in shown
+
+
+def test_earlier_runs_may_have_measured_more(two: Claim, tmp_path: Path) -> None:
+    for recipe in recipes(two, "toy", [0]):
+        finish(recipe, tmp_path / "out")
+    before = reproduce("two", tmp_path / "out", seeds=1, console=console())
+    assert before is not None
+    for row in two.rows.values():
+        row.get("evaluate", {}).pop("mechanisms", None)
+    earlier = tmp_path / "out" / PUBLISHED
+    after = reproduce("two", tmp_path / "more", seeds=1, earlier=earlier, console=console())
+    assert after is not None
+    assert after.runs == before.runs
+    two.rows["b"]["evaluate"] = {"mechanisms": ["lssar"]}
+    with pytest.raises(LabError, match=r"run b-s0 of .* has another recipe: evaluate\.mechanisms was"):
+        reproduce("two", tmp_path / "more", seeds=1, earlier=earlier, console=console())
 
 
 @pytest.mark.parametrize(
@@ -738,6 +771,7 @@ def test_keys_are_changed_in_all_rows(two: Claim, tmp_path: Path) -> None:
         ("train.seed=3", "--set train.seed: each row is trained with several seeds; say how many with --seeds"),
         ("train.step=3", "did you mean 'train.steps'"),
         ("train.steps", "is not KEY=VALUE"),
+        ("model.config={hidden_size=64}", "--set model.config: 'model.config={hidden_size=64}' is a whole table"),
     ],
 )
 def test_keys_that_all_rows_cannot_share_are_refused(two: Claim, override: str, what: str) -> None:

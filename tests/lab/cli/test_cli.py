@@ -208,6 +208,11 @@ WRONG_USE: list[tuple[list[str], str]] = [
     (["train", "BROKEN", "--set", "train.steps=0"], "train.steps = 0 should be greater than or equal to 1"),
     (["study", "layouts", "--seeds", "0,4294967296"], "'0,4294967296' is not a list of whole numbers below 2^32"),
     (["study", "layouts", "--seeds", "1" * 5000], "is not a list of whole numbers below 2^32"),
+    (["reproduce", "softplus-figure-1", "--set", "train.step=3"], "did you mean 'train.steps'?"),
+    (
+        ["reproduce", "softplus-figure-1", "--set", "model.mechanism=laser"],
+        "--set model.mechanism: rows of softplus-figure-1 set it, and are held against each other; set a key",
+    ),
     (["reproduce", "softplus-tabel-1"], "there is no claim 'softplus-tabel-1'; did you mean 'softplus-table-1'?"),
     (
         ["reproduce", "softplus-zero-shot"],

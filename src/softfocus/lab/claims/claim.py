@@ -2,6 +2,8 @@
 be judged.
 """
 
+import functools
+import operator
 import tomllib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -290,6 +292,10 @@ def recipes(claim: Claim, scale: Scale, seeds: Sequence[int], overrides: Sequenc
 def _common(claim: Claim, scale: Scale, overrides: Sequence[str]) -> dict[str, Any]:
     """What overrides change in all rows."""
     loading.load(claim.base(scale), list(overrides))
+    for override in overrides:
+        key, value = override.partition("=")[0].strip(), loading.changed([override])
+        if isinstance(functools.reduce(operator.getitem, key.split("."), value), dict):
+            raise UsageError(f"--set {key}: {override!r} is a whole table", "set its keys one by one")
     changes = loading.changed(overrides)
     own = {key for row in claim.rows.values() for key in loading.flat(row)}
     for key in loading.flat(changes):

@@ -2,6 +2,7 @@
 can be taken in place of trainings.
 """
 
+import shlex
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from softfocus.lab.claims import results as outcomes
 from softfocus.lab.claims.claim import Claim, Scale, recipes
 from softfocus.lab.claims.results import RESULTS, Results, Run
-from softfocus.lab.errors import LabError
+from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.recipes.loading import flat
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.provenance import without_folders
@@ -30,14 +31,17 @@ def runs(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path) -> di
     Raises:
         LabError: no such results, or some that another recipe or other data gave.
     """
-    place, there = _published(claim, scale, folder)
+    place, results = _published(claim, scale, folder)
+    there = {f"{run.row}-s{run.info.seed}": run for run in results.runs}
     found, keys = {}, {}
     for recipe in plan:
         if (run := there.get(recipe.name)) is None:
             continue
         if differing := _differing(run.recipe, recipe):
             what = f"the run {recipe.name} of {place} has another recipe: {', '.join(differing)}"
-            raise LabError(what, "leave --from out, to train every run again")
+            same = "".join(f" --set {shlex.quote(override)}" for override in results.overrides)
+            given = f"give{same}, which these have, or " if same else ""
+            raise LabError(what, f"{given}leave --from out, to train every run again")
         data = recipe.data.model_dump_json()
         if data not in keys:
             from softfocus.lab.data import of_recipe
@@ -52,12 +56,12 @@ def runs(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path) -> di
 
 def names(claim: Claim, scale: Scale, folder: Path) -> list[str]:
     """Of all runs in FOLDER/CLAIM/SCALE/results.json: "ROW-sSEED"."""
-    return list(_published(claim, scale, folder)[1])
+    return [f"{run.row}-s{run.info.seed}" for run in _published(claim, scale, folder)[1].runs]
 
 
-def _published(claim: Claim, scale: Scale, folder: Path) -> tuple[Path, dict[str, Run]]:
+def _published(claim: Claim, scale: Scale, folder: Path) -> tuple[Path, Results]:
     place = folder / claim.name / scale / RESULTS
-    return place, {f"{run.row}-s{run.info.seed}": run for run in outcomes.read(place).runs}
+    return place, outcomes.read(place)
 
 
 def changes(claim: Claim, scale: Scale, results: Results) -> list[str]:
@@ -69,7 +73,10 @@ def changes(claim: Claim, scale: Scale, results: Results) -> list[str]:
     if scale not in claim.scales:
         return []
     seeds = sorted({run.info.seed for run in results.runs})
-    now = {recipe.name: recipe for recipe in recipes(claim, scale, seeds, results.overrides)}
+    try:
+        now = {recipe.name: recipe for recipe in recipes(claim, scale, seeds, results.overrides)}
+    except UsageError as error:  # of a key that the recipe has no longer, or that rows set now
+        return [error.what]
     found: dict[str, None] = {}
     for run in results.runs:
         recipe = now.get(f"{run.row}-s{run.info.seed}")
@@ -85,6 +92,9 @@ def _differing(text: str, recipe: Recipe) -> list[str]:
         before = flat(_compared(text))
     except (tomllib.TOMLDecodeError, ValidationError):
         return ["it is of another version"]
+    for key in ("evaluate.mechanisms", "evaluate.also"):  # more was measured than is asked for
+        if set(now.get(key) or ()) <= set(before.get(key) or ()):
+            before[key] = now.get(key)
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     return [f"{key} was {_told(before.get(key))} and is {_told(now.get(key))}" for key in keys]
 

@@ -144,15 +144,22 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[
         "Written by `softfocus report` from the results beside it. Scales, where a claim's page names no other "
         f"recipes: {scales}."
     )
+    shared = [line for scale in SCALES if (line := _shared(scale, lines, found))]
     parts = [
         "# The papers' claims",
         _wrapped(head),
-        *(_wrapped(line) for scale in SCALES if (line := _shared(scale, lines, found))),
+        *([_wrapped(" ".join([*shared, _DEPENDENT]))] if shared else []),
         _table(["scale", *kinds], summary),
         _table(["claim", "source", *SCALES], table),
         _wrapped(foot),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+_DEPENDENT = (
+    "The verdicts of these are not independent. A softmax that came out well by chance speaks against all that are "
+    "held against it."
+)
 
 
 def _shared(
@@ -170,8 +177,7 @@ def _shared(
         return ""
     return (
         f"At the scale `{scale}` {len(sharing)} of the {len(here)} claims that were judged share trainings with "
-        f"others, and {len(sharing & set(failing))} of the {len(failing)} that fail do: their verdicts are not "
-        "independent. A softmax that came out well by chance speaks against all that are held against it."
+        f"others, {len(sharing & set(failing))} of {len(failing)} that fail among them."
     )
 
 

@@ -360,7 +360,7 @@ def _take_stock(info: RunInfo, trainer: WindowTrainer, watch: Watch) -> None:
 
 def _speed(info: RunInfo, watch: Watch) -> float | None:
     """Tokens per second of a training, over all of its sessions: each counts for the steps that are
-    its own.
+    its own. The steps of one that was killed, whose speed is not known, count at that of others.
     """
     before, now = info.tokens_per_second, watch.tokens_per_second
     if before is None or now is None:
