@@ -335,25 +335,35 @@ def test_every_table_is_tested():
 
 
 def test_what_is_said_of_one_mechanism_in_every_layer():
-    by = every_layer()
-    lssar, softmax, laser = by["LSSAR, p = 15"], by["Softmax"], by["LASER"]
+    by, ours = every_layer(), "LSSAR, p = 15"
+    lssar, softmax, laser = by[ours], by["Softmax"], by["LASER"]
     falls = [near - far for near, far in zip(cell(lssar, *HERE).values, cell(lssar, *FAR).values, strict=True)]
-    said = f"below that at the training length, by {min(falls):.3f} to {max(falls):.3f}. There it is above Softmax"
-    assert said in TEXT
-    means = [cell(lssar, 2.0**n, "as trained").loss for n in range(4)]
-    assert means == sorted(means, reverse=True)
+    of_window = cell(softmax, *HERE).loss - cell(softmax, *WINDOWED).loss
+    said = f"below that at the training length, by {min(falls):.3f} to {max(falls):.3f}. The loss of Softmax with a "
+    assert f"{said}window falls by more, {of_window:.3f}" in TEXT
+    assert of_window > max(falls)
+    scaled = cell(lssar, 16.0, "dynamic NTK").loss
+    assert f"With NTK scaling LSSAR's loss at 16 times the length is higher, {scaled:.3f}." in TEXT
     for length in (1.0, 2.0, 4.0, 8.0):
-        assert not minus(by, "LSSAR, p = 15", "Softmax", (length, "as trained"), (length, "window 1x")).sure
-    assert not minus(by, "LSSAR, p = 15", "Softmax", WINDOWED).sure
-    for name in ("Softmax", "LSSA", "LASER"):
+        assert not minus(by, ours, "Softmax", (length, "as trained"), (length, "window 1x")).sure
+    far = minus(by, ours, "Softmax", FAR, WINDOWED)
+    assert far.sure
+    assert f"At 16 times the length its loss is higher by {shown(far)}." in TEXT
+    above, below = (
+        [one - rival for one, rival in zip(cell(group, *HERE).values, cell(softmax, *HERE).values, strict=True)]
+        for group in (lssar, laser)
+    )
+    assert "LSSAR is above Softmax by {:.3f}, {:.3f} and {:.3f}. At 16 times".format(*above) in TEXT
+    assert min(a - b for a, b in zip(cell(lssar, *FAR).values, cell(softmax, *WINDOWED).values, strict=True)) > 0
+    assert "LASER is below Softmax by {:.3f}, {:.3f} and {:.3f}. The".format(*(-one for one in below)) in TEXT
+    assert not minus(by, "LASER", "Softmax").sure
+    for name, first in (("Softmax", 4.0), ("LSSA", 2.0), ("LASER", 4.0)):
         for setting, lengths in (("as trained", (1.0, 2.0, 4.0, 8.0, 16.0)), ("dynamic NTK", (2.0, 4.0, 8.0, 16.0))):
             rising = [cell(by[name], length, setting).loss for length in lengths]
             assert rising == sorted(rising)
-        assert cell(by[name], 4.0, "dynamic NTK").loss > cell(by[name], *HERE).loss
+        above_start = [n for n in (2.0, 4.0) if cell(by[name], n, "dynamic NTK").loss > cell(by[name], *HERE).loss]
+        assert above_start[0] == first, name
     assert max(cell(group, *FAR).loss for group in by.values()) == cell(by["LSSA"], *FAR).loss
-    leads = [ours - theirs for theirs, ours in zip(cell(laser, *HERE).values, cell(softmax, *HERE).values, strict=True)]
-    assert f"three seeds**, by {min(leads):.3f} to {max(leads):.3f} at the training length" in TEXT
-    assert not minus(by, "LASER", "Softmax").sure
     other = by_row("small-gpu/longer") | by_row("small-gpu/longer-rates")
     rates = cell(other["softmax-half"], *HERE).loss, cell(other["softmax"], *HERE).loss
     assert "Softmax has {:.3f} at half that rate, and {:.3f} at it".format(*rates) in TEXT
