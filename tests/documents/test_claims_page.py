@@ -53,6 +53,32 @@ def rates_of_tables() -> str:
     return table(["row", "2e-3", "4e-3", "8e-3"], rows)
 
 
+def laser_rates() -> dict[str, list[Cell]]:
+    """Rows of claims about LASER with QK-norm, with temperatures and with Differential attention,
+    with seed 0: at half the claims' learning rate, at it, and at twice that.
+    """
+    found = {}
+    for study, names in RATES_OF_LASER.items():
+        swept = by_row(study)
+        for name in names:
+            for row in dict.fromkeys(one.rpartition("-")[0] for one in swept):
+                if (own := claim(name).group(row)) is not None:
+                    known = of_seeds(swept | {"own": own}, {0})
+                    found[row] = [cell(known[one], *HERE) for one in (f"{row}-half", "own", f"{row}-twice")]
+    return {row: cells for row, cells in found.items() if row != "laser"}
+
+
+RATES_OF_LASER = {
+    "toy-learning-rates": ("laser-qk-norm",),
+    "llama-learning-rates": ("laser-temperature", "laser-differential"),
+}
+
+
+def rates_of_laser() -> str:
+    rows = ([f"`{row}`", *(f"{one.loss:.3f}" for one in cells)] for row, cells in laser_rates().items())
+    return table(["row", "2e-3", "4e-3", "8e-3"], rows)
+
+
 def reasons() -> dict[str, dict[str, Group]]:
     """Rows of the softplus paper's claims, and what `toy-longer` changes in them, with seed 0."""
     changed = by_row("toy-longer")
