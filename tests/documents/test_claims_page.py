@@ -3,12 +3,14 @@
 import json
 import math
 import statistics
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from softfocus.lab.report.points import Cell, Group, cell
 
-from .committed import FAR, HERE, RESULTS, ROOT, by_row, claim, encoder_rates, loss, minus, of_seeds
+from .committed import FAR, HERE, RESULTS, ROOT, by_row, claim, disturbed, encoder_rates, loss, minus, of_seeds
 from .tables import COLUMNS, shown, shown_loss, shown_losses, table, tables_of
 
 PAGE = (ROOT / "docs/claims.md").read_text()
@@ -30,25 +32,31 @@ def toy_table() -> str:
     return table(["row", "2e-3", "4e-3", "8e-3"], rows)
 
 
-def table_rates() -> dict[str, list[Cell | None]]:
-    """The other rows of the softplus paper's tables, with seed 0: at half the claims' learning
-    rate, at it, and at twice that; None where the training diverged.
+def table_rates(*names: str) -> dict[str, list[Cell | None]]:
+    """The other rows of the softplus paper's tables, or of the claims named, with seed 0: at half
+    the claims' learning rate, at it, and at twice that; None where the training diverged.
     """
     swept = by_row("table-learning-rates")
-    published = [claim(f"softplus-table-{number}") for number in (1, 2, 3, 4)]
+    published = [claim(name) for name in names or [f"softplus-table-{number}" for number in (1, 2, 3, 4)]]
     found = {}
     for row in dict.fromkeys(name.rpartition("-")[0] for name in swept):
-        own = next(group for results in published if (group := results.group(row)) is not None)
-        known = of_seeds(swept | {"own": own}, {0})
-        groups = (known.get(name) for name in (f"{row}-half", "own", f"{row}-twice"))
-        found[row] = [None if group is None else cell(group, *HERE) for group in groups]
+        own = next((group for results in published if (group := results.group(row)) is not None), None)
+        if own is not None:
+            known = of_seeds(swept | {"own": own}, {0})
+            groups = (known.get(name) for name in (f"{row}-half", "own", f"{row}-twice"))
+            found[row] = [None if group is None else cell(group, *HERE) for group in groups]
     return found
 
 
-def rates_of_tables() -> str:
+def small_powers() -> dict[str, list[Cell | None]]:
+    """Of figure 2: softmax and LSSA with p = 1 and 2."""
+    return {row: cells for row, cells in table_rates("softplus-figure-2-softmax").items() if row[-2:] in ("p1", "p2")}
+
+
+def rates_of_tables(of: Callable[[], dict[str, list[Cell | None]]] = table_rates) -> str:
     rows = (
         [f"`{row}`", *("diverged" if one is None else f"{one.loss:.3f}" for one in cells)]
-        for row, cells in table_rates().items()
+        for row, cells in of().items()
     )
     return table(["row", "2e-3", "4e-3", "8e-3"], rows)
 
@@ -126,6 +134,7 @@ def encoder_table() -> str:
 ENCODERS = {"vit": "ViT", "bert": "BERT", "conformer": "Conformer"}
 TABLES = {
     "toy_rates": toy_table, "table_rates": rates_of_tables, "encoder_rates": encoder_table, "reasons": reasons_table,
+    "power_rates": partial(rates_of_tables, small_powers), "laser_rates": rates_of_laser,
 }  # fmt: skip
 
 
@@ -327,3 +336,34 @@ def test_what_is_said_of_longer_trainings_and_texts():
     raised = at["softmax_recentred_l1", longer] - at["softmax_recentred", longer]
     assert f"raises the loss of re-centred weights, by {raised:.3f}. ReLU squared is still below softmax, by " in TEXT
     assert f"below softmax, by {at['softmax', longer] - at['relu2_l1', longer]:.3f}." in TEXT
+
+
+def test_what_is_said_of_the_heads_that_cause_the_rise():
+    found = [disturbed(f"toy-lssar-s{seed}") for seed in range(3)]
+    assert all(row.layer == 1 for _, _, gains in found for row, _ in gains[:1])
+    (first, (one, *_)), (second, (other, *_)), (third, pair) = ((whole.value, gains) for _, whole, gains in found)
+    taken = f"{one[1].value:.3f} of the {first:.3f}, and {other[1].value:.3f} of the {second:.3f}, that windows of all"
+    assert taken in TEXT
+    assert [row.layer for row, _ in pair[:2]] == [1, 1]
+    both = " and ".join(f"{gain.value:.3f}" for _, gain in pair[:2])
+    assert f"each of the two takes off {both} of {third:.3f}." in TEXT
+
+
+def test_what_is_said_of_lssa_with_powers_is_the_measured_one():
+    group = by_row("toy-longer")["lssa-with-powers"]
+    runs = {None: ""} | {power: f"run as sharpened(lssa, {power})" for power in ("1", "1.5", "2", "5", "7")}
+    losses = [cell(group, 1.0, name or "as trained").loss for name in runs.values()]
+    said = "{:.3f} as trained, {:.3f} with p = 1, {:.3f} with 1.5, {:.3f} with 2, {:.3f} with 5, {:.3f} with 7."
+    assert said.format(*losses) in TEXT
+    assert losses == sorted(losses)
+    far = {power: cell(group, 8.0, ", ".join(filter(None, ("dynamic NTK", name)))).loss for power, name in runs.items()}
+    assert min(far, key=far.__getitem__) == "2"
+    assert f"p = 2 has the lowest of these losses, {far['2']:.3f} in place of {far[None]:.3f}." in TEXT
+
+
+def test_softmax_with_small_powers_is_above_lssa_at_each_rate():
+    rates = small_powers()
+    assert len(rates) == 4
+    for power in ("p1", "p2"):
+        pairs = zip(rates[f"softmax_{power}"], rates[f"lssar_{power}"], strict=True)
+        assert all(softmax.loss > lssa.loss for softmax, lssa in pairs)
