@@ -367,3 +367,19 @@ def test_softmax_with_small_powers_is_above_lssa_at_each_rate():
     for power in ("p1", "p2"):
         pairs = zip(rates[f"softmax_{power}"], rates[f"lssar_{power}"], strict=True)
         assert all(softmax.loss > lssa.loss for softmax, lssa in pairs)
+
+
+def test_laser_is_below_its_rival_at_each_rate_with_one_seed():
+    rates = laser_rates()
+    assert len(rates) == 7
+    pairs = {"qk_norm_laser": "qk_norm", "qwen3_laser": "qwen3_softmax", "differential_laser": "differential"}
+    leads = {
+        ours: [rival.loss - one.loss for one, rival in zip(rates[ours], rates[theirs], strict=True)]
+        for ours, theirs in pairs.items()
+    }
+    smallest = min(min(found) for found in leads.values())
+    assert smallest > 0
+    assert f"LASER is below its rival at each rate in each of the three, by {smallest:.3f} or more." in TEXT
+    temperature = [plain.loss - one.loss for one, plain in zip(rates["qwen3_laser"], rates["llama_laser"], strict=True)]
+    assert min(temperature) > 0
+    assert f"Temperatures lower LASER's loss at each rate, by {min(temperature):.3f} or more." in TEXT
