@@ -348,7 +348,7 @@ def test_what_is_said_of_one_mechanism_in_every_layer():
         assert not minus(by, ours, "Softmax", (length, "as trained"), (length, "window 1x")).sure
     far = minus(by, ours, "Softmax", FAR, WINDOWED)
     assert far.sure
-    assert f"At 16 times the length its loss is higher by {shown(far)}." in TEXT
+    assert f"At 16 times the length LSSAR is above Softmax with a window by {shown(far)}." in TEXT
     above, below = (
         [one - rival for one, rival in zip(cell(group, *HERE).values, cell(softmax, *HERE).values, strict=True)]
         for group in (lssar, laser)

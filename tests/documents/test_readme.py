@@ -194,7 +194,7 @@ def test_lssar_in_every_layer_is_the_measured_one():
     assert f"LSSAR is higher than the latter by {shown(far)}." in TEXT
     assert f"it is higher than Softmax by {shown(near)}, inconclusive (three seeds, one learning rate)" in TEXT
     demo = shown(minus(by_label("layouts"), "LSSAR", "Softmax"))
-    assert f"With 0.8 M parameters it costs {demo} nats per byte there." in TEXT
+    assert f"With 0.8 M parameters it costs {demo} nats per byte at the training length." in TEXT
 
 
 def test_the_lead_over_a_better_trained_softmax_is_the_measured_one():

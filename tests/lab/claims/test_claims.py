@@ -498,7 +498,7 @@ def test_the_ledger_says_how_many_claims_share_trainings(made: Any) -> None:
     found["second"]["toy"].runs[4].info.train_loss = [(10, 1.0)]
     text = " ".join(page.ledger(lines, found).split())  # type: ignore[arg-type]
     assert "At the scale `toy` 2 of the 3 claims that were judged share trainings with others" in text
-    assert "others, 1 of 2 that fail among them. The verdicts of these are not independent." in text
+    assert "others, including 1 of the 2 that fail. The verdicts of these are not independent." in text
     assert "share trainings" not in page.ledger(lines, {})  # type: ignore[arg-type]
 
 

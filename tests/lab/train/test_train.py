@@ -315,18 +315,19 @@ def test_a_resumed_run_says_what_trained_it_before(
 
 
 def test_the_speed_of_a_resumed_run_is_that_of_all_its_steps(tiny: Path, tmp_path: Path) -> None:
-    """20 steps at 1,000 tokens a second and 20 at 4,000 take as long as 40 at 1,600."""
+    """20 steps at 1,000 tokens per second and 20 at 4,000 take as long as 40 at 1,600."""
     steps, half = ["train.steps=40"], stop_at(20, ctrl_c)
     with pytest.raises(LabError):
         train(load(tiny, steps), tmp_path / "run", progress=half)
     info = load_run(tmp_path / "run", complete=False)
-    assert info.steps_done == 20
+    half_way = info.steps_done
+    assert half_way in (20, 21), "the signal may come during the next step"
     info.tokens_per_second = 1000.0
     save_run(tmp_path / "run", info)
     heard: list[Event] = []
     whole = train(load(tiny, steps), tmp_path / "run", resume=True, progress=heard.append)
     now = [event.tokens_per_second for event in heard if event.tokens_per_second][-1]
-    assert whole.tokens_per_second == pytest.approx(40 / (20 / 1000 + 20 / now))
+    assert whole.tokens_per_second == pytest.approx(40 / (half_way / 1000 + (40 - half_way) / now))
 
 
 def test_the_speed_is_kept_where_a_resumed_run_has_too_few_steps_left(tiny: Path, tmp_path: Path) -> None:

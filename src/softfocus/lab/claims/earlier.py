@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from softfocus.lab.claims import results as outcomes
 from softfocus.lab.claims.claim import Claim, Scale, recipes
 from softfocus.lab.claims.results import RESULTS, Results, Run
-from softfocus.lab.errors import LabError, UsageError
+from softfocus.lab.errors import LabError
 from softfocus.lab.recipes.loading import flat
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.provenance import without_folders
@@ -40,7 +40,7 @@ def runs(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path) -> di
         if differing := _differing(run.recipe, recipe):
             what = f"the run {recipe.name} of {place} has another recipe: {', '.join(differing)}"
             same = "".join(f" --set {shlex.quote(override)}" for override in results.overrides)
-            given = f"give{same}, which these have, or " if same else ""
+            given = f"give{same}, which these have (without names of folders), or " if same else ""
             raise LabError(what, f"{given}leave --from out, to train every run again")
         data = recipe.data.model_dump_json()
         if data not in keys:
@@ -75,7 +75,7 @@ def changes(claim: Claim, scale: Scale, results: Results) -> list[str]:
     seeds = sorted({run.info.seed for run in results.runs})
     try:
         now = {recipe.name: recipe for recipe in recipes(claim, scale, seeds, results.overrides)}
-    except UsageError as error:  # of a key that the recipe has no longer, or that rows set now
+    except LabError as error:  # of a key that the recipe has no longer, or that rows set now
         return [error.what]
     found: dict[str, None] = {}
     for run in results.runs:

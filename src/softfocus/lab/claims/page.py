@@ -177,7 +177,7 @@ def _shared(
         return ""
     return (
         f"At the scale `{scale}` {len(sharing)} of the {len(here)} claims that were judged share trainings with "
-        f"others, {len(sharing & set(failing))} of {len(failing)} that fail among them."
+        f"others, including {len(sharing & set(failing))} of the {len(failing)} that fail."
     )
 
 
