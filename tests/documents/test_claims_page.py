@@ -262,6 +262,14 @@ def test_what_is_said_of_the_scale_small():
     assert f"the medians are {least} to {most} % smaller" in TEXT
 
 
+def test_the_two_losses_of_softmax_at_the_scale_small_are_the_measured_ones():
+    found = claim("laser-steps", "small")
+    at_end = statistics.mean(run.info.validation_loss[-1][1] for run in found.of("softmax_recorded"))
+    table_loss = cell(found.group("softmax_recorded"), *HERE).loss
+    note = " ".join((RESULTS / "claims/laser-steps.md").read_text().split())
+    assert f"At the scale `small` softmax has {at_end:.2f} at its end and {table_loss:.2f} in the table" in note
+
+
 def _ratio(part: str) -> float:
     """The median gradient of LASER's projections, as a share of softmax's: the mean of the seeds'
     logarithms.

@@ -771,6 +771,7 @@ def test_earlier_runs_may_have_measured_more(two: Claim, tmp_path: Path) -> None
         ("train.seed=3", "--set train.seed: each row is trained with several seeds; say how many with --seeds"),
         ("train.step=3", "did you mean 'train.steps'"),
         ("train.steps", "is not KEY=VALUE"),
+        ("model.config={}", "--set model.config: 'model.config={}' is a whole table"),
         ("model.config={hidden_size=64}", "--set model.config: 'model.config={hidden_size=64}' is a whole table"),
     ],
 )

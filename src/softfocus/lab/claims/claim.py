@@ -2,8 +2,6 @@
 be judged.
 """
 
-import functools
-import operator
 import tomllib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -293,8 +291,8 @@ def _common(claim: Claim, scale: Scale, overrides: Sequence[str]) -> dict[str, A
     """What overrides change in all rows."""
     loading.load(claim.base(scale), list(overrides))
     for override in overrides:
-        key, value = override.partition("=")[0].strip(), loading.changed([override])
-        if isinstance(functools.reduce(operator.getitem, key.split("."), value), dict):
+        key = override.partition("=")[0].strip()
+        if list(loading.flat(loading.changed([override]))) != [key]:
             raise UsageError(f"--set {key}: {override!r} is a whole table", "set its keys one by one")
     changes = loading.changed(overrides)
     own = {key for row in claim.rows.values() for key in loading.flat(row)}
