@@ -41,8 +41,7 @@ def loss(kind: Kind, model: Any, inputs: Inputs) -> Tensor:
     if kind == "speech":
         _, each, lengths, _ = _transcribed(model, inputs)
         return (each / lengths).mean()
-    logits, labels = _logits(kind, model, inputs)
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+    return F.cross_entropy(logits(kind, model, inputs).flatten(0, -2), inputs["labels"].flatten())
 
 
 def scores(kind: Kind, model: Any, inputs: Inputs) -> Scores:
@@ -52,24 +51,24 @@ def scores(kind: Kind, model: Any, inputs: Inputs) -> Scores:
     taken, without a search.
     """
     if kind == "speech":
-        logits, each, lengths, frames = _transcribed(model, inputs)
-        likeliest = zip(logits.argmax(-1).tolist(), frames.tolist(), strict=True)
+        said, each, lengths, frames = _transcribed(model, inputs)
+        likeliest = zip(said.argmax(-1).tolist(), frames.tolist(), strict=True)
         read = [_words(_collapsed(row[:count])) for row, count in likeliest]
         meant = [_words([id for id in row if id != IGNORED]) for row in inputs["labels"].tolist()]
         errors = [edit_distance(one, other) for one, other in zip(read, meant, strict=True)]
         return Scores(each, lengths, torch.tensor(errors), torch.tensor([len(words) for words in meant]))
-    logits, labels = _logits(kind, model, inputs)
-    each = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(len(labels), -1)
+    said, labels = logits(kind, model, inputs), inputs["labels"]
+    each = F.cross_entropy(said.flatten(0, -2), labels.flatten(), reduction="none").view(len(labels), -1)
     asked = labels.view(len(labels), -1) != IGNORED
-    wrong = asked & (logits.argmax(-1) != labels).view(len(labels), -1)
+    wrong = asked & (said.argmax(-1) != labels).view(len(labels), -1)
     return Scores(each.sum(1), asked.sum(1), wrong.sum(1), asked.sum(1))
 
 
-def _logits(kind: Kind, model: Any, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """What a model says, in float32, and what is right."""
+def logits(kind: Kind, model: Any, inputs: Inputs) -> Tensor:
+    """What a model says of inputs, of which labels are left out, in float32."""
     given = {name: value for name, value in inputs.items() if name != "labels"}
     options = {"use_cache": False} if kind in ("text", "task") else {}
-    return model(**given, **options).logits.float(), inputs["labels"]
+    return model(**given, **options).logits.float()
 
 
 def _transcribed(model: Any, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -77,13 +76,13 @@ def _transcribed(model: Any, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Te
     that were heard [B]).
     """
     mask, labels = inputs["attention_mask"], inputs["labels"]
-    logits = model(input_values=inputs["input_values"], attention_mask=mask).logits.float()
+    said = logits("speech", model, inputs)
     frames = models.frames(getattr(model, "module", model).config, mask.sum(1))  # DDP's model is in another one
     lengths = (labels != IGNORED).sum(1)
     # Under autocast ctc_loss is float32 by itself
-    chances = logits.log_softmax(-1).transpose(0, 1)
+    chances = said.log_softmax(-1).transpose(0, 1)
     each = F.ctc_loss(chances, labels.clamp(min=0), frames, lengths, blank=BLANK, reduction="none")
-    return logits, each, lengths, frames
+    return said, each, lengths, frames
 
 
 def _collapsed(ids: Sequence[int]) -> list[int]:

@@ -2,15 +2,21 @@
 
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.provenance import available_memory
 
+if TYPE_CHECKING:
+    import torch
+
 _STATE = 16
 """Bytes a parameter: weight, gradient and two moments in float32."""
-_LOGITS = 12
-"""Bytes a logit: itself in float32, its probability, its gradient."""
+_GRADIENT = 4
+"""Of these, the gradient's. Where a step has one micro-batch, its backward pass begins without."""
+_LOGITS = 8
+"""Bytes a logit as the backward pass begins: gradients of its log-probability and of itself."""
 SMALLER = "choose a smaller model, raise train.accumulate"
 """How to change a recipe that does not fit."""
 
@@ -29,9 +35,25 @@ def check_processes(processes: int) -> None:
         )
 
 
-def least_memory(recipe: Recipe, processes: int = 1) -> int:
-    """Bytes without which a run cannot train, in one of its processes: a lower bound, from
-    parameters and logits alone.
+class Least(NamedTuple):
+    """What a run cannot train without, in one of its processes.
+
+    Attributes:
+        size: bytes, a lower bound.
+        counted: whether activations are in it. They are not where the model's forward pass depends
+            on values, and not on shapes alone.
+    """
+
+    size: int
+    counted: bool
+
+
+def least_memory(recipe: Recipe, processes: int = 1) -> Least:
+    """The larger of two moments: the optimizer's step, with weights, gradients and moments; and the
+    start of the backward pass, with weights, moments, all that autograd has saved, and the
+    gradients of the logits.
+
+    Nothing is allocated: the forward pass runs on tensors without data.
     """
     import torch
 
@@ -43,9 +65,57 @@ def least_memory(recipe: Recipe, processes: int = 1) -> int:
         least = max(least, int(size))
     vocabulary = recipe.model.config.get("vocab_size") or least
     with torch.device("meta"):  # shapes without memory
-        parameters = sum(parameter.numel() for parameter in models.build(recipe, vocabulary).parameters())
+        model = models.build(recipe, vocabulary)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     rows = max(1, recipe.train.batch // (recipe.train.accumulate * processes))
-    return _STATE * parameters + _LOGITS * rows * recipe.train.length * vocabulary
+    step = _STATE * parameters
+    try:
+        saved = _saved(model, recipe, rows)
+    except Exception:  # a model's code may ask for values, which are not there, in any way
+        return Least(step, counted=False)
+    kept = _STATE if recipe.train.accumulate > 1 else _STATE - _GRADIENT
+    return Least(max(step, kept * parameters + saved), counted=True)
+
+
+def _saved(model: Any, recipe: Recipe, rows: int) -> int:
+    """Bytes that autograd has saved of so many samples, parameters left out, and those of the
+    gradients of the logits.
+    """
+    import torch
+    from torch._subclasses import FakeTensorMode
+
+    from softfocus.lab import objective
+
+    sizes: dict[int, tuple[int, torch.UntypedStorage]] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        # Held, so that no later storage has its address
+        sizes.setdefault(storage._cdata, (storage.nbytes(), storage))
+        return tensor
+
+    bf16 = torch.autocast("cpu", torch.bfloat16, enabled=recipe.train.bf16)
+    with FakeTensorMode(allow_non_fake_inputs=True), bf16:
+        model = model.to_empty(device="cpu").eval()  # what drops layers or hides frames at random asks for values
+        inputs = _inputs(model, recipe, rows)
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            logits = objective.logits(recipe.data.kind, model, inputs)
+            logits.log_softmax(-1)  # the loss's
+        own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    return sum(size for key, (size, _) in sizes.items() if key not in own) + _LOGITS * logits.numel()
+
+
+def _inputs(model: Any, recipe: Recipe, rows: int) -> dict[str, "torch.Tensor"]:
+    """What the model of a recipe is given, but for the values."""
+    import torch
+
+    if recipe.data.images is not None:
+        size = recipe.data.images.size
+        return {"pixel_values": torch.zeros(rows, model.config.num_channels, size, size)}
+    if (speech := recipe.data.speech) is not None:
+        samples = rows, round(speech.seconds * speech.rate)
+        return {"input_values": torch.zeros(samples), "attention_mask": torch.ones(samples, dtype=torch.int64)}
+    return {"input_ids": torch.zeros(rows, recipe.train.length, dtype=torch.int64)}
 
 
 def check_memory(
@@ -65,16 +135,19 @@ def check_memory(
     """
     import torch
 
-    sizes = {recipe.name: least_memory(recipe, processes) for recipe in recipes}
-    if not sizes:
+    if not recipes:
         return
-    name = max(sizes, key=lambda one: sizes[one])
-    together = min(at_a_time, len(sizes))
+    # Rows of a study differ by their mechanism most often, whose tensors are alike
+    different = {_shapes(recipe): recipe for recipe in reversed(recipes)}
+    needs = {recipe.name: least_memory(recipe, processes) for recipe in different.values()}
+    name = max(needs, key=lambda one: needs[one].size)
+    size, counted = needs[name]
+    together = min(at_a_time, len(recipes))
     on_gpu = torch.cuda.is_available()
     # torchrun, which starts them, says how many of them are here
     sharing = 1 if on_gpu else min(processes, int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
     place, free = _free_memory()
-    if sizes[name] * sharing * together <= free:
+    if size * sharing * together <= free:
         return
     several = {"processes": sharing, "at a time": together}
     times = " of each".join(f" of {count} {what}" for what, count in several.items() if count > 1)
@@ -83,9 +156,20 @@ def check_memory(
     remedies += ["take fewer processes a run"] if sharing > 1 else []
     remedies += [f"use a {'GPU' if on_gpu else 'machine'} with more memory"]
     raise LabError(
-        f"{name} needs at least {sizes[name] / 1e9:.1f} GB of memory{times and f' in each{times}'} "
-        f"(activations are not counted), and {place} has {free / 1e9:.1f} GB free",
+        f"{name} needs at least {size / 1e9:.1f} GB of memory{times and f' in each{times}'}"
+        f"{'' if counted else ' (activations are not counted)'}, and {place} has {free / 1e9:.1f} GB free",
         " or ".join([", ".join(remedies[:-1]), remedies[-1]] if remedies[1:] else remedies),
+    )
+
+
+def _shapes(recipe: Recipe) -> tuple[object, ...]:
+    """What the sizes of a training's tensors depend on, but for the mechanism."""
+    model, data, train = recipe.model, recipe.data, recipe.train
+    return (
+        model.architecture,
+        repr(sorted(model.config.items())),
+        repr((data.kind, data.tokenizer, data.images, data.speech)),
+        (train.length, train.batch, train.accumulate, train.precision),
     )
 
 
