@@ -26,7 +26,7 @@ demo: setup  ## train Softmax, LSSA, LSSAR and two layouts side by side and show
 bench: setup  ## time attention on the CPU beside torch's own, with parity checks and peak memory; writes runs/bench-cpu/
 	$(BIN)/softfocus bench --device cpu
 
-test: setup  ## all tests but those marked slow (some seven minutes on two cores)
+test: setup  ## all tests but those marked slow (seven to fifteen minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: setup  ## trainings killed at 50 random points must end with the same weights (some five minutes)

@@ -208,7 +208,7 @@ def _missed(run: Run, at: str) -> Mean | None:
 
 def _length(run: Run, at: str) -> int:
     """A multiple of the training length, in tokens."""
-    return int(at.removesuffix("x")) * run.info.train_length
+    return round(float(at.removesuffix("x")) * run.info.train_length)
 
 
 def saves(claim: Claim, results: Results, statement: Saves) -> list[Part]:
