@@ -149,6 +149,18 @@ def test_a_mask_is_cut_to_the_kept_keys_in_compiled_code():
         cut(mask.flip(-1), 1, 4, 4)
 
 
+@pytest.mark.parametrize("hidden", [None, -math.inf], ids=["bool", "float"])
+def test_a_mask_of_one_column_is_one_for_each_key_while_decoding(build, tokens, hidden):
+    """The first layer keeps the keys of its window alone, the others keep all."""
+    model = softfocus.hf.use(build("llama"), {"0": {"mechanism": "lssar", "window": 3}, "*": "lssar"})
+    ids, cache = tokens(2, LENGTH), DynamicCache(config=model.config)
+    logits(model, ids[:, :-1], past_key_values=cache)
+    one = torch.ones(2, 1, 1, 1).bool() if hidden is None else torch.zeros(2, 1, 1, 1)
+    want = logits(model, ids)[:, -1:]
+    step = logits(model, ids[:, -1:], attention_mask=one, past_key_values=cache)
+    assert torch.allclose(step, want, atol=1e-5)
+
+
 def test_assertions_fit_into_those_of_cuda():
     """It copies messages into 256 bytes, and refuses longer ones at the call."""
     assert max(len(text.encode()) for text in (adapter.UNKNOWN_KEYS, adapter.UNKNOWN_POSITIONS)) < 255
