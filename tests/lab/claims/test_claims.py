@@ -5,6 +5,7 @@ Over 400 lines: the cases share the made-up runs.
 """
 
 import io
+import json
 import math
 import os
 import re
@@ -39,7 +40,7 @@ from softfocus.lab.evaluate.tasks import TASKS, answer
 from softfocus.lab.progress import silent
 from softfocus.lab.recipes import loading
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.report.figure import save_png
+from softfocus.lab.report.figure import save_png, source_of
 from softfocus.lab.run_folder.files import load_run
 from softfocus.lab.run_folder.results import WRONG, Bucket, Setting, default_settings, json_text
 from softfocus.lab.studies import study
@@ -166,19 +167,43 @@ def test_tests_that_claims_cite_exist() -> None:
         assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), reference
 
 
-def test_the_published_pages_are_those_of_the_published_results(tmp_path: Path) -> None:
+def test_the_published_pages_and_figures_are_those_of_the_published_results(tmp_path: Path) -> None:
     """Byte for byte: `softfocus report` writes them."""
-    for results in PUBLIC.glob("*/*/results.json"):
-        copy = tmp_path / results.relative_to(PUBLIC)
-        copy.parent.mkdir(parents=True)
-        copy.write_bytes(results.read_bytes())
+    drawn = {path.relative_to(PUBLIC) for path in PUBLIC.rglob("*.png")}
+    for file in (*drawn, *(path.relative_to(PUBLIC) for path in PUBLIC.glob("*/*/results.json"))):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_bytes((PUBLIC / file).read_bytes())
     written = {path.name: path.read_bytes() for path in page.report(tmp_path)}
     published = {path.name: path.read_bytes() for path in PUBLIC.glob("*.md")}
     assert sorted(written) == sorted(published)
     assert written == published, "run `softfocus report`"
-    for text in published.values():
-        for drawn in re.findall(r"!\[[^]]*\]\(([^)]*)\)", text.decode()):
-            assert (PUBLIC / drawn).exists(), drawn
+    shown = {Path(one) for text in published.values() for one in re.findall(r"!\[[^]]*\]\(([^)]*)\)", text.decode())}
+    assert shown == drawn
+    for file in drawn:
+        assert (tmp_path / file).read_bytes() == (PUBLIC / file).read_bytes(), f"{file}: run `softfocus report`"
+
+
+def test_a_figure_is_drawn_where_its_results_have_changed(tmp_path: Path, monkeypatch: Any) -> None:
+    results = tmp_path / "laser-vit" / "toy" / "results.json"
+    results.parent.mkdir(parents=True)
+    results.write_bytes((PUBLIC / "laser-vit/toy/results.json").read_bytes())
+    drawn: list[Path] = []
+    monkeypatch.setattr(figure, "save_png", lambda one, path, **how: (drawn.append(path), save_png(one, path, **how)))
+    page.report(tmp_path)
+    assert drawn == [results.with_name("figure.png")]
+    page.report(tmp_path)
+    assert len(drawn) == 1
+    for change in (lambda: drawn[0].write_bytes(b"no image"), drawn[0].unlink, lambda: _shift_a_loss(results)):
+        change()
+        page.report(tmp_path)
+        assert source_of(drawn[0])
+    assert len(drawn) == 4
+
+
+def _shift_a_loss(results: Path) -> None:
+    found = json.loads(results.read_text())
+    found["runs"][0]["evaluation"]["rows"][0]["loss"] += 0.1
+    results.write_text(json.dumps(found))
 
 
 # Verdicts on runs that are made up

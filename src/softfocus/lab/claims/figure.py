@@ -4,29 +4,65 @@ over training; over the power of the re-weighting.
 Of what is measured sample by sample: loss and error rate, a panel each.
 """
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from softfocus.lab.claims.power_law import Family
-from softfocus.lab.claims.results import YARDSTICK, Results
+from softfocus.lab.claims.claim import Claim, Saves, Scale
+from softfocus.lab.claims.power_law import Family, families
+from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SIZES, TRAINING, YARDSTICK, Results
 from softfocus.lab.report.figure import (
     PALETTE,
     TEXT,
     colours,
     line_style,
     places,
+    save_png,
+    source_of,
     spread,
     titled,
     write_beside,
 )
-from softfocus.lab.report.points import Cell, Group, cell, column_name, columns, settings
+from softfocus.lab.report.points import Cell, Group, cell, column_name, columns, count_text, settings
 from softfocus.lab.run_folder.results import AS_TRAINED, WRONG
 
 _LINE, _MARGIN = 0.21, 0.9  # inches that a label takes, and that a panel has above and below its axes
+
+
+def write_figures(claim: Claim, scale: Scale, results: Results, folder: Path) -> None:
+    """Draw, beside the results.json of a claim, the figures that have something to show. What was
+    drawn from the same results already stays.
+
+    Raises:
+        LabError: the folder cannot be written to, or the disk is full.
+    """
+    judged = count_text(sorted({run.info.seed for run in results.runs}))
+    title = f"{claim.title}\n{claim.source} · scale {scale}, {judged}"
+    digest = hashlib.sha256(title.encode() + (folder / RESULTS).read_bytes()).hexdigest()
+    source = f"title and {RESULTS}, SHA-256 {digest}"
+    for file, drawn in _figures(claim, results, title).items():
+        if source_of(folder / file) != source:
+            save_png(drawn(), folder / file, dpi=110, source=source)
+
+
+def _figures(claim: Claim, results: Results, title: str) -> dict[str, Callable[[], Figure]]:
+    """Those that the results have something to show in, by their files."""
+    found: dict[str, Callable[[], Figure]] = {}
+    if groups := [group for row in results.rows if (group := results.group(row)) is not None]:
+        found[FIGURE] = partial(draw, groups, title=title)
+    if any(run.curves for run in results.runs):
+        found[TRAINING] = partial(draw_training, results, title=title)
+    if results.by_power:
+        found[POWERS] = partial(draw_powers, results, title=title)
+    if (by_size := claim.first(Saves)) is not None and (both := families(results, by_size)):
+        found[SIZES] = partial(draw_sizes, both, title=title)
+    return found
 
 
 def draw_sizes(families: Sequence[Family], *, title: str) -> Figure:

@@ -1,5 +1,5 @@
-"""The pages: one for each claim, and the ledger of all. Made from the committed results alone, so
-they cannot drift.
+"""The pages: one for each claim with its figures, and the ledger of all. Made from the committed
+results alone, so they cannot drift.
 """
 
 import math
@@ -41,21 +41,25 @@ _ORDER: tuple[Standing, ...] = ("holds", "fails", "inconclusive", "too few seeds
 
 
 def report(folder: Path) -> list[Path]:
-    """Write a page for each claim and the ledger, from the results in a folder:
+    """Write a page for each claim, its figures and the ledger, from the results in a folder:
     NAME/SCALE/results.json.
 
     Returns:
-        What was written, the ledger first.
+        The ledger and the pages.
 
     Raises:
         LabError: results that cannot be read, or a folder that cannot be written to.
     """
+    from softfocus.lab.claims.figure import write_figures
+
     lines, written = [], []
     all_found: dict[str, dict[Scale, Results]] = {}
     for name in claims.shipped():
         claim = claims.load(name)
         found = {scale: outcomes.read(path) for scale in SCALES if (path := folder / name / scale / RESULTS).exists()}
         all_found[name] = found
+        for scale, results in found.items():
+            write_figures(claim, scale, results, folder / name / scale)
         written.append((folder / f"{name}.md", page(claim, found)))
         lines.append((claim, {scale: standing(claim, scale, found.get(scale)) for scale in SCALES}))
     written.insert(0, (folder / LEDGER, ledger(lines, all_found)))

@@ -1,23 +1,18 @@
 """Run a claim: train what is left of its rows, keep what came out, and judge it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import earlier as earlier_runs
-from softfocus.lab.claims import figure
-from softfocus.lab.claims.claim import Claim, Saves, Scale
+from softfocus.lab.claims.claim import Claim, Scale
 from softfocus.lab.claims.page import report, verdict_lines
-from softfocus.lab.claims.power_law import families
-from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SIZES, TRAINING, Results, Run, collect
+from softfocus.lab.claims.results import RESULTS, Results, Run, collect
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import say
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.report.figure import save_png
-from softfocus.lab.report.points import count_text
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.results import json_text
 from softfocus.lab.studies.jobs import missing_lines, plan_jobs, refuse_failed
@@ -108,28 +103,12 @@ def reproduce(
     results = results.model_copy(update={"runs": [known[one.name] for one in plan if one.name in known]})
     place = folder / PUBLISHED / name / scale
     write_atomically(place / RESULTS, json_text(results))
-    judged = count_text(sorted({run.info.seed for run in results.runs}))
-    title = f"{claim.title}\n{claim.source} · scale {scale}, {judged}"
-    for file, drawn in _figures(claim, results, title):
-        save_png(drawn, place / file, dpi=110)
     report(folder / PUBLISHED)
     for line in verdict_lines(claim, results):
         say(console, line, wrap=True)
     say(console, f"  {folder / PUBLISHED / f'{name}.md'}")
     refuse_failed(found)
     return results
-
-
-def _figures(claim: Claim, results: Results, title: str) -> Iterator[tuple[str, Figure]]:
-    """Those that the results have something to show in, with the names of their files."""
-    if groups := [group for row in results.rows if (group := results.group(row)) is not None]:
-        yield FIGURE, figure.draw(groups, title=title)
-    if any(run.curves for run in results.runs):
-        yield TRAINING, figure.draw_training(results, title=title)
-    if results.by_power:
-        yield POWERS, figure.draw_powers(results, title=title)
-    if (by_size := claim.first(Saves)) is not None and (both := families(results, by_size)):
-        yield SIZES, figure.draw_sizes(both, title=title)
 
 
 def _further(

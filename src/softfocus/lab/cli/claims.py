@@ -97,7 +97,7 @@ def report(
         "docs/results/claims"
     ),
 ) -> None:
-    """Write the page of each claim and the ledger of all, from the results in a folder.
+    """Write the page and the figures of each claim, and the ledger, from the results in a folder.
 
     Example: `softfocus report runs/claims-toy/results`
     """

@@ -13,6 +13,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from PIL import Image
 
 from softfocus.lab.report.points import Axis, Cell, Group, best_setting, cell, column_name, columns, settings, tokens_at
 from softfocus.lab.run_folder.disk import PARTIAL, writing
@@ -145,8 +146,9 @@ def any_letters() -> Iterator[None]:
         yield
 
 
-def save_png(figure: Figure, path: Path, *, dpi: int = 160) -> None:
-    """Write a figure as a PNG, whole or not at all. The file names its title, too.
+def save_png(figure: Figure, path: Path, *, dpi: int = 160, source: str = "") -> None:
+    """Write a figure as a PNG, whole or not at all. The file also holds its title and what it shows
+    (:func:`source_of`).
 
     Raises:
         LabError: the folder cannot be written to, or the disk is full.
@@ -154,12 +156,21 @@ def save_png(figure: Figure, path: Path, *, dpi: int = 160) -> None:
     temporary = path.with_name(f".{path.name}{PARTIAL}")
     with writing(path, "free some space or use another folder"):
         try:
-            title = {"Title": " ".join(figure.get_suptitle().split())}
+            told = {"Title": " ".join(figure.get_suptitle().split())} | ({"Source": source} if source else {})
             with any_letters():
-                figure.savefig(temporary, format="png", dpi=dpi, facecolor="white", metadata=title)
+                figure.savefig(temporary, format="png", dpi=dpi, facecolor="white", metadata=told)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def source_of(path: Path) -> str:
+    """What a PNG says that it shows; nothing where it does not say, or is not there."""
+    try:
+        with Image.open(path) as image:
+            return str(image.info.get("Source", ""))
+    except OSError:  # what cannot be read is drawn anew
+        return ""
 
 
 def length_figures(groups: Sequence[Group], *, axis: Axis = "multiple") -> list[tuple[str, Figure]]:
