@@ -54,6 +54,18 @@ def test_a_broken_link_would_be_noticed(tmp_path):
     assert broken_links(here) == ["there.md#other", "gone.md"]
 
 
+def test_every_picture_of_results_is_on_a_page():
+    """One that nobody sees is not missed when it no longer shows the results. The claims' have a
+    test of their own.
+    """
+    shown = {
+        (path.parent / name).resolve()
+        for path in [*PAGES, *(ROOT / "docs/results").rglob("*.md")]
+        for name in re.findall(r"!\[[^]]*\]\(([^)]*)\)", path.read_text())
+    }
+    assert shown == {path.resolve() for path in (ROOT / "docs").rglob("*.png")}
+
+
 def wide_lines(text: str) -> list[str]:
     """Lines of prose beyond 100 columns; tables, pictures and what a program wrote may be wider."""
     text = re.sub(r"<!-- \w+:begin -->.*?<!-- \w+:end -->", "", text, flags=re.DOTALL)

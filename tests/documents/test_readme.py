@@ -2,12 +2,14 @@
 
 import json
 import re
+import runpy
 import textwrap
 
 import pytest
 
 from softfocus import catalog
 from softfocus.lab.inspect.results import read as read_inspections
+from softfocus.lab.report.figure import source_of
 from softfocus.lab.report.points import best, cell, column_name, columns, settings
 
 from .committed import (
@@ -52,7 +54,7 @@ def result_block() -> str:
             empty = [""] * (len(across) + 1 - len(losses))
             rows.append([name, str(len(by[label].evaluations)), *map(shown_loss, losses), *empty])
     shown_rows = table([what, "seeds", *map(column_name, across), "16x, window"], rows)
-    return "\n".join(["![Loss over evaluation length](docs/results/layouts/figure1.png)", "", shown_rows, "", *lead()])
+    return "\n".join(["![Loss over evaluation length](docs/results/layouts/readme.png)", "", shown_rows, "", *lead()])
 
 
 def lead() -> list[str]:
@@ -74,6 +76,13 @@ def lead() -> list[str]:
 def test_the_result_is_the_committed_one():
     made = {"sizes": sizes(), "result": result_block()}
     assert tables_of(README) == made, "\n\n".join(["the README should show:", *made.values()])
+
+
+def test_the_figure_is_drawn_from_the_committed_results():
+    """From the rows of the table."""
+    script = runpy.run_path(str(RESULTS / "layouts/draw.py"))
+    assert source_of(RESULTS / "layouts/readme.png") == script["source"](), "run docs/results/layouts/draw.py"
+    assert tuple(script["ROWS"]) == SHOWN
 
 
 def test_what_the_first_table_says_is_measured():

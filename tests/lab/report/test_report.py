@@ -18,7 +18,7 @@ from rich.console import Console
 from softfocus.lab.errors import LabError
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.report.curves import Line, Panel, Point, save_curves
-from softfocus.lab.report.figure import PALETTE, colours, figure1, save_png, spread
+from softfocus.lab.report.figure import BEST, PALETTE, colours, figure1, save_png, spread, within
 from softfocus.lab.report.notes import provenance, same_text
 from softfocus.lab.report.page import render
 from softfocus.lab.report.points import Group, cell, columns, growth, labels, settings, shared_columns
@@ -470,6 +470,28 @@ class TestFigure:
         placed = spread([0.0, 0.1, 0.2, 3.0], 1.0)
         assert all(b - a >= 1.0 - 1e-12 for a, b in pairwise(placed))
         assert sum(placed) == pytest.approx(3.3), "the whole does not drift"
+
+    def test_labels_stay_beside_their_panel(self, fabricate):
+        """Of twenty lines that end close together at the bottom."""
+        entries = [fabricate("lssar", [5.0 if n else 1.0, 1.0 + n / 100], (), name=f"row {n}") for n in range(20)]
+        (ax,) = figure1(grouped(*entries), title="Twenty").axes
+        ax.figure.canvas.draw()
+        heights = sorted(text.xy[1] for text in ax.texts)
+        low, high = ax.get_ylim()
+        assert low <= heights[0]
+        assert heights[-1] <= high + 1e-9
+        boxes = sorted((text.get_window_extent() for text in ax.texts), key=lambda box: box.y0)
+        assert all(b.y0 > a.y0 + 0.7 * a.height for a, b in pairwise(boxes))
+
+    def test_heights_move_into_an_interval(self):
+        assert within([-1.0, 0.0, 5.0], 1.0, 0.0, 4.0) == [0.0, 1.0, 4.0]
+        assert within([2.0, 3.5, 5.0], 1.0, 0.0, 4.0) == [2.0, 3.0, 4.0]
+        assert within([1.0, 2.0], 1.0, 0.0, 4.0) == [1.0, 2.0]
+
+    def test_the_panels_that_are_named_stand_in_one_column(self, four):
+        drawn = figure1(grouped(*four), title="", names=["as trained", BEST])
+        assert [ax.get_title(loc="left") for ax in drawn.axes] == ["as trained", BEST]
+        assert len({ax.get_subplotspec().colspan.start for ax in drawn.axes}) == 1
 
     def test_diverged_and_single_runs_can_be_drawn(self, fabricate, tmp_path):
         entries = [

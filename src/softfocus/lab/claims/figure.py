@@ -27,6 +27,7 @@ from softfocus.lab.report.figure import (
     source_of,
     spread,
     titled,
+    within,
     write_beside,
 )
 from softfocus.lab.report.points import Cell, Group, cell, column_name, columns, count_text, settings
@@ -213,10 +214,9 @@ def _label(panel: Any, groups: Sequence[Group], shades: Sequence[int], name: str
     low, high = panel.get_ylim()
     gap = _LINE / (_height(groups) - _MARGIN) * (high - low)
     ends.sort()
-    heights = spread([end for end, _, _ in ends], gap)
-    offset = max(0.0, low - heights[0]) if heights else 0.0
+    heights = within(spread([end for end, _, _ in ends], gap), gap, low, high)
     for (_, label, shade), height in zip(ends, heights, strict=True):
-        write_beside(panel, label, height + offset, fontsize=9, color=shade)
+        write_beside(panel, label, height, fontsize=9, color=shade)
 
 
 def _cells(group: Group, setting: str) -> list[tuple[float, Cell]]:

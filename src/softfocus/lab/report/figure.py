@@ -61,7 +61,8 @@ STYLE: dict[str, Any] = {
     "figure.dpi": 100,
 }
 PANEL = (5.4, 4.0)  # inches; narrow, so that text stays readable when a phone shrinks it
-_BEST = "each under its best setting"
+_LABEL, _BELOW = 0.19, 0.95  # inches that a label takes, and that a panel has above and below its axes
+BEST = "each under its best setting"
 BANDS = (
     "Bands: one standard error of the difference from the lowest line (of the loss itself, where there is one line).\n"
     "Dots: every run of several seeds."
@@ -115,20 +116,23 @@ def titled(
         yield figure
 
 
-def figure1(groups: Sequence[Group], *, title: str, axis: Axis = "multiple") -> Figure:
-    """Loss over length, two panels a row.
+def figure1(
+    groups: Sequence[Group], *, title: str, axis: Axis = "multiple", names: Sequence[str] | None = None
+) -> Figure:
+    """Loss over length, two panels a row, or those named in one column.
 
     The first shows each group with its best setting at the longest length, on a y axis of its own:
     who is ahead. Each of the others shows one setting, all on one y axis: what the setting does.
     """
-    names = panels(groups)
-    across, down = min(2, len(names)), math.ceil(len(names) / 2)
-    with titled((max(8.0, 5.5 * across), 4.0 * down + 1), title) as figure:
+    across = 1 if names else 2
+    names = names or panels(groups)
+    across, down = min(across, len(names)), math.ceil(len(names) / across)
+    with titled((max(8.0, 5.5 * across), _height(len(groups)) * down + 1), title) as figure:
         grid = figure.subplots(down, across, squeeze=False).flatten()
         ends = [_draw_lengths(ax, groups, name, axis) for ax, name in zip(grid, names, strict=False)]
         for ax in grid[len(names) :]:
             ax.remove()
-        _same_limits([ax for ax, name in zip(grid, names, strict=False) if name != _BEST])
+        _same_limits([ax for ax, name in zip(grid, names, strict=False) if name != BEST])
         for ax, name, lines in zip(grid, names, ends, strict=False):
             ax.set_title(name)
             _label_ends(ax, lines)
@@ -202,7 +206,7 @@ def panels(groups: Sequence[Group]) -> list[str]:
     setting.
     """
     names = settings(groups)
-    return names if len(names) == 1 else [_BEST, *names]
+    return names if len(names) == 1 else [BEST, *names]
 
 
 def _draw_lengths(ax: Any, groups: Sequence[Group], name: str, axis: Axis) -> Ends:
@@ -210,7 +214,7 @@ def _draw_lengths(ax: Any, groups: Sequence[Group], name: str, axis: Axis) -> En
     share cancels.
     """
     ticks = columns(groups, axis)
-    chosen = [best_setting(group, groups, axis) if name == _BEST else name for group in groups]
+    chosen = [best_setting(group, groups, axis) if name == BEST else name for group in groups]
     grid = [[cell(group, x, setting, axis) for x in ticks] for group, setting in zip(groups, chosen, strict=True)]
     lowest = [_lowest([line[place] for line in grid]) for place in range(len(ticks))]
     ends: Ends = []
@@ -220,7 +224,7 @@ def _draw_lengths(ax: Any, groups: Sequence[Group], name: str, axis: Axis) -> En
         points = [(x, there.loss, _error(there, low, len(groups))) for x, there, low in cells]
         end = _line(ax, points, colour, line_style(index))
         _every_run(ax, [(x, there) for x, there, _ in cells], colour)
-        label = f"{group.label}, {setting}" if name == _BEST and setting != AS_TRAINED.name() else group.label
+        label = f"{group.label}, {setting}" if name == BEST and setting != AS_TRAINED.name() else group.label
         ends.append((label, colour, end))
         if axis == "tokens":
             ax.axvline(group.first.train_length, color=PALETTE[colour][0], linestyle=":", linewidth=1.2)
@@ -314,12 +318,18 @@ def _line(
     return drawn[-1] if drawn else None
 
 
+def _height(lines: int) -> float:
+    """Of a panel, in inches: there is room for every label."""
+    return max(PANEL[1], _LABEL * lines + _BELOW)
+
+
 def _label_ends(ax: Any, ends: Ends) -> None:
     """Write each label beside the end of its line, moved apart where lines end close together."""
     ax.yaxis.set_major_locator(MaxNLocator(6))
     low, high = ax.get_ylim()
     placed = sorted(ends, key=lambda end: end[2][1] if end[2] else math.inf)
-    heights = spread([end[1] if end else high for _, _, end in placed], gap=0.062 * (high - low))  # a line of text
+    gap = _LABEL / (_height(len(ends)) - _BELOW) * (high - low)
+    heights = within(spread([end[1] if end else high for _, _, end in placed], gap), gap, low, high)
     for (label, colour, end), height in zip(placed, heights, strict=True):
         text = label if end else f"{label}: diverged"
         write_beside(ax, text, height, color=PALETTE[colour][0], fontweight="bold", parse_math=False)
@@ -348,6 +358,12 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
     return [height + index * gap for index, height in enumerate(level)]
 
 
+def within(heights: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Ascending heights at least a gap apart, moved between two others that have room for them."""
+    below = [high - gap * left for left in reversed(range(len(heights)))]
+    return [min(max(height, low + gap * n), most) for n, (height, most) in enumerate(zip(heights, below, strict=True))]
+
+
 def _tick(groups: Sequence[Group], column: float, axis: Axis) -> str:
     tokens, name = tokens_at(groups, column, axis), column_name(column, axis).replace("x", "×")
     return f"{tokens:,}\n{name}" if tokens else name
@@ -365,6 +381,8 @@ def _figures(draws: Sequence[Draw]) -> list[Figure]:
         figures = [Figure(figsize=PANEL, layout="constrained") for _ in draws]
         panels = [figure.subplots() for figure in figures]
         ends = [draw(ax) for ax, draw in zip(panels, draws, strict=True)]
+        for figure, lines in zip(figures, ends, strict=True):
+            figure.set_figheight(_height(len(lines)))
         _same_limits(panels)
         for ax, lines in zip(panels, ends, strict=True):
             _label_ends(ax, lines)
