@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from softfocus.lab.claims.claim import Claim, Saves, Scale
 from softfocus.lab.claims.power_law import Family, families
@@ -82,7 +83,11 @@ def draw_sizes(families: Sequence[Family], *, title: str) -> Figure:
             panel.fill_between(across, low, high, color=color, alpha=0.15, linewidth=0)
         panel.set_xscale("log")
         panel.set_yscale("log")
-        panel.set_xlabel("parameters")
+        for axis, unit, digits in ((panel.xaxis, 1e6, "g"), (panel.yaxis, 1.0, ".2f")):
+            plain = FuncFormatter(lambda value, _, unit=unit, digits=digits: f"{value / unit:{digits}}")
+            axis.set_major_formatter(plain)
+            axis.set_minor_formatter(plain)
+        panel.set_xlabel("parameters (millions)")
         panel.set_ylabel("validation loss (nats per token)")
         panel.legend(frameon=False)
         return figure
