@@ -3,8 +3,6 @@
 import json
 import math
 import statistics
-from collections.abc import Callable
-from functools import partial
 
 import pytest
 
@@ -12,6 +10,7 @@ from softfocus.lab.report.points import Cell, cell
 
 from .committed import HERE, RESULTS, ROOT, by_row, claim, encoder_rates, loss, minus, of_seeds
 from .tables import shown, shown_loss, table, tables_of
+from .test_claims_rates import TABLES as RATES
 from .test_claims_reasons import TABLES as REASONS
 
 PAGE = (ROOT / "docs/claims.md").read_text()
@@ -33,12 +32,12 @@ def toy_table() -> str:
     return table(["row", "2e-3", "4e-3", "8e-3"], rows)
 
 
-def table_rates(*names: str) -> dict[str, list[Cell | None]]:
-    """The other rows of the softplus paper's tables, or of the claims named, with seed 0: at half
-    the claims' learning rate, at it, and at twice that; None where the training diverged.
+def table_rates() -> dict[str, list[Cell | None]]:
+    """The other rows of the softplus paper's tables, with seed 0: at half the claims' learning
+    rate, at it, and at twice that; None where the training diverged.
     """
     swept = by_row("table-learning-rates")
-    published = [claim(name) for name in names or [f"softplus-table-{number}" for number in (1, 2, 3, 4)]]
+    published = [claim(f"softplus-table-{number}") for number in (1, 2, 3, 4)]
     found = {}
     for row in dict.fromkeys(name.rpartition("-")[0] for name in swept):
         own = next((group for results in published if (group := results.group(row)) is not None), None)
@@ -49,15 +48,10 @@ def table_rates(*names: str) -> dict[str, list[Cell | None]]:
     return found
 
 
-def small_powers() -> dict[str, list[Cell | None]]:
-    """Of figure 2: softmax and LSSA with p = 1 and 2."""
-    return {row: cells for row, cells in table_rates("softplus-figure-2-softmax").items() if row[-2:] in ("p1", "p2")}
-
-
-def rates_of_tables(of: Callable[[], dict[str, list[Cell | None]]] = table_rates) -> str:
+def rates_of_tables() -> str:
     rows = (
         [f"`{row}`", *("diverged" if one is None else f"{one.loss:.3f}" for one in cells)]
-        for row, cells in of().items()
+        for row, cells in table_rates().items()
     )
     return table(["row", "2e-3", "4e-3", "8e-3"], rows)
 
@@ -100,7 +94,7 @@ def encoder_table() -> str:
 ENCODERS = {"vit": "ViT", "bert": "BERT", "conformer": "Conformer"}
 TABLES = {
     "toy_rates": toy_table, "table_rates": rates_of_tables, "encoder_rates": encoder_table,
-    "power_rates": partial(rates_of_tables, small_powers), "laser_rates": rates_of_laser,
+    "laser_rates": rates_of_laser,
 }  # fmt: skip
 
 
@@ -110,7 +104,7 @@ def test_the_learning_rates_of_the_claims_are_the_committed_ones(mark):
 
 
 def test_every_table_is_tested():
-    assert SHOWN.keys() == TABLES.keys() | REASONS.keys()
+    assert SHOWN.keys() == TABLES.keys() | RATES.keys() | REASONS.keys()
 
 
 def test_what_the_start_costs_is_the_measured_one():
@@ -280,14 +274,6 @@ def _ratio(part: str) -> float:
         for row in found.rows
     }
     return math.exp(statistics.mean(norms["laser_recorded"]) - statistics.mean(norms["softmax_recorded"]))
-
-
-def test_softmax_with_small_powers_is_above_lssa_at_each_rate():
-    rates = small_powers()
-    assert len(rates) == 4
-    for power in ("p1", "p2"):
-        pairs = zip(rates[f"softmax_{power}"], rates[f"lssar_{power}"], strict=True)
-        assert all(softmax.loss > lssa.loss for softmax, lssa in pairs)
 
 
 def test_laser_is_below_its_rival_at_each_rate_with_one_seed():

@@ -1,13 +1,11 @@
-"""docs/claims.md on the learning rates of powers, depths and a fine-tuning: it shows the committed
-results.
-"""
+"""docs/claims.md on the learning rates of powers: it shows the committed results."""
 
-import json
+import pytest
 
 from softfocus.lab.report.points import Cell, Group, cell
 
-from .committed import HERE, RESULTS, ROOT, by_row, claim, of_seeds
-from .tables import over_seeds, table
+from .committed import HERE, ROOT, by_row, claim, of_seeds
+from .tables import table, tables_of
 
 PAGE = (ROOT / "docs/claims.md").read_text()
 TEXT = " ".join(PAGE.split())
@@ -15,55 +13,26 @@ RATES = ("2e-3", "4e-3", "8e-3")
 POWERS = (1, 2, 3, 5, 7, 15, 31, 50, 100)
 
 
-def rates_of(swept: dict[str, Group], own: Group | None, row: str) -> list[Cell | None]:
+def rates_of(swept: dict[str, Group], own: Group | None, row: str, at: tuple[float, str] = HERE) -> list[Cell | None]:
     """A row with seed 0 at half the claim's rate, at it and at twice that; None: diverged."""
     assert own is not None
     known = of_seeds(swept | {"own": own}, {0})
     groups = (known.get(name) for name in (f"{row}-half", "own", f"{row}-twice"))
-    return [None if group is None else cell(group, *HERE) for group in groups]
+    return [None if group is None else cell(group, *at) for group in groups]
 
 
-def powers() -> dict[int, list[list[Cell | None]]]:
+def powers(at: tuple[float, str] = HERE) -> dict[int, list[list[Cell | None]]]:
     """Of figure 2: (softmax, LSSA), a row a power."""
     swept = by_row("table-learning-rates") | by_row("toy-learning-rates")
     softmax, lssa = claim("softplus-figure-2-softmax"), claim("softplus-figure-2-lssa")
     ours = {power: "lssar" if power == 15 else f"lssar_p{power}" for power in POWERS}
     return {
         power: [
-            rates_of(swept, softmax.group(f"softmax_p{power}"), f"softmax_p{power}"),
-            rates_of(swept, lssa.group(ours[power]), ours[power]),
+            rates_of(swept, softmax.group(f"softmax_p{power}"), f"softmax_p{power}", at),
+            rates_of(swept, lssa.group(ours[power]), ours[power], at),
         ]
         for power in POWERS
     }
-
-
-def depths() -> dict[int, list[list[Cell | None]]]:
-    """Of laser-depths: (softmax, LASER), a row a depth. Two layers are the scale's own."""
-    deep, own = by_row("depth-learning-rates"), claim("laser-depths")
-    shallow = by_row("toy-learning-rates")
-    for row in ("softmax", "laser"):
-        deep |= {f"{row}_2_layers-{rate}": shallow[f"{row}-{rate}"] for rate in ("half", "twice")}
-    return {
-        layers: [
-            rates_of(deep, own.group(name), name) for name in (f"softmax_{layers}_layers", f"laser_{layers}_layers")
-        ]
-        for layers in (1, 2, 3, 4, 6)
-    }
-
-
-def accuracies() -> dict[str, dict[str, list[float]]]:
-    """Of laser-classification: by rate and row, a number a seed."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for rate in RATES:
-        name = "claims/laser-classification/toy" if rate == "4e-3" else f"classification-learning-rates/{rate}"
-        runs = json.loads((RESULTS / name / "results.json").read_text())["runs"]
-        assert {run["info"]["seed"] for run in runs} == {0, 1, 2}
-        found[rate] = {
-            row: [run["classification"]["accuracy"] for run in sorted(runs, key=lambda run: run["info"]["seed"])
-                  if run["row"] == row]
-            for row in ("softmax", "laser")
-        }  # fmt: skip
-    return found
 
 
 def two_by_rates(first: str, names: tuple[str, str], rows: dict[int, list[list[Cell | None]]]) -> str:
@@ -75,17 +44,25 @@ def _shown(one: Cell | None) -> str:
     return "diverged" if one is None else f"{one.loss:.3f}"
 
 
-def classification_table() -> str:
-    found = accuracies()
-    rows = (
-        [f"`{row}`", *(over_seeds(found[rate][row], 1, 100).replace(" ±", " % ±") + " %" for rate in RATES)]
-        for row in ("softmax", "laser")
-    )
-    return table(["share of right answers", *RATES], rows)
-
-
 TABLES = {
     "power_rates": lambda: two_by_rates("p", ("softmax", "LSSA"), powers()),
-    "depth_rates": lambda: two_by_rates("layers", ("softmax", "LASER"), depths()),
-    "classification_rates": classification_table,
 }
+
+
+@pytest.mark.parametrize("mark", TABLES)
+def test_the_tables_are_the_committed_ones(mark):
+    assert tables_of(PAGE)[mark] == TABLES[mark](), f"docs/claims.md should show:\n{TABLES[mark]()}"
+
+
+def test_what_is_said_of_powers():
+    rates = powers()
+    losses = {power: [[round(one.loss, 3) for one in cells] for cells in both] for power, both in rates.items()}
+    assert len(losses) == 9, "none diverged"
+    assert all(plain > ours for both in losses.values() for plain, ours in zip(*both, strict=True))
+    best = {power: softmax.index(min(softmax)) for power, (softmax, _) in losses.items()}
+    assert [power for power, at in best.items() if at == 0] == [power for power in POWERS if power >= 3]
+    assert all(lssa.index(max(lssa)) == 0 for _, lssa in losses.values())
+    far = powers((8.0, "dynamic NTK"))
+    lowest = [min(POWERS, key=lambda power, n=n: far[power][1][n].loss) for n in range(3)]
+    assert lowest == [15, 15, 50]
+    assert f"it is lower with p = 50, by {far[15][1][2].loss - far[50][1][2].loss:.3f}." in TEXT

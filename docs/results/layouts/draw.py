@@ -36,7 +36,9 @@ def main() -> None:
     """Draw it."""
     by = {group.label: group for group in read_as(Report, RESULTS).groups}
     groups = [replace(by[row], label=name) for row, name in ROWS.items()]
-    title = "Loss over length: models of 0.8 M parameters, trained on 128 bytes, 4 or 8 seeds"
+    counts = sorted({len(group.evaluations) for group in groups})
+    seeds = " or ".join(map(str, counts))
+    title = f"Loss over length: models of 0.8 M parameters, trained on 128 bytes, {seeds} seeds"
     drawn = figure1(groups, title=title, names=[AS_TRAINED.name(), BEST])
     save_png(drawn, RESULTS.with_name("readme.png"), dpi=110, source=source())
 

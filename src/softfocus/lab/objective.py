@@ -51,21 +51,21 @@ def scores(kind: Kind, model: Any, inputs: Inputs) -> Scores:
     taken, without a search.
     """
     if kind == "speech":
-        said, each, lengths, frames = _transcribed(model, inputs)
-        likeliest = zip(said.argmax(-1).tolist(), frames.tolist(), strict=True)
+        predicted, each, lengths, frames = _transcribed(model, inputs)
+        likeliest = zip(predicted.argmax(-1).tolist(), frames.tolist(), strict=True)
         read = [_words(_collapsed(row[:count])) for row, count in likeliest]
         meant = [_words([id for id in row if id != IGNORED]) for row in inputs["labels"].tolist()]
         errors = [edit_distance(one, other) for one, other in zip(read, meant, strict=True)]
         return Scores(each, lengths, torch.tensor(errors), torch.tensor([len(words) for words in meant]))
-    said, labels = logits(kind, model, inputs), inputs["labels"]
-    each = F.cross_entropy(said.flatten(0, -2), labels.flatten(), reduction="none").view(len(labels), -1)
+    predicted, labels = logits(kind, model, inputs), inputs["labels"]
+    each = F.cross_entropy(predicted.flatten(0, -2), labels.flatten(), reduction="none").view(len(labels), -1)
     asked = labels.view(len(labels), -1) != IGNORED
-    wrong = asked & (said.argmax(-1) != labels).view(len(labels), -1)
+    wrong = asked & (predicted.argmax(-1) != labels).view(len(labels), -1)
     return Scores(each.sum(1), asked.sum(1), wrong.sum(1), asked.sum(1))
 
 
 def logits(kind: Kind, model: Any, inputs: Inputs) -> Tensor:
-    """What a model says of inputs, of which labels are left out, in float32."""
+    """The logits of a model, in float32. Labels among the inputs are left out."""
     given = {name: value for name, value in inputs.items() if name != "labels"}
     options = {"use_cache": False} if kind in ("text", "task") else {}
     return model(**given, **options).logits.float()
@@ -76,13 +76,13 @@ def _transcribed(model: Any, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Te
     that were heard [B]).
     """
     mask, labels = inputs["attention_mask"], inputs["labels"]
-    said = logits("speech", model, inputs)
+    predicted = logits("speech", model, inputs)
     frames = models.frames(getattr(model, "module", model).config, mask.sum(1))  # DDP's model is in another one
     lengths = (labels != IGNORED).sum(1)
     # Under autocast ctc_loss is float32 by itself
-    chances = said.log_softmax(-1).transpose(0, 1)
+    chances = predicted.log_softmax(-1).transpose(0, 1)
     each = F.ctc_loss(chances, labels.clamp(min=0), frames, lengths, blank=BLANK, reduction="none")
-    return said, each, lengths, frames
+    return predicted, each, lengths, frames
 
 
 def _collapsed(ids: Sequence[int]) -> list[int]:

@@ -545,12 +545,15 @@ def test_shares_of_passkeys(a_run: Any, found: Any, expected: str) -> None:
     runs = []
     for seed, both in enumerate(found):
         for row, right in zip(("lssar", "softmax"), both, strict=True):
-            # At the training length all is found; only 4x is asked about
+            # At the training length all is found; only beyond it is asked about
             run = a_run(row, seed)
             length = run.info.train_length
-            runs.append(run.model_copy(update={"passkeys": [recalled(length, 64), recalled(4 * length, right)]}))
+            found_keys = [recalled(length, 64), *(recalled(far * length // 2, right) for far in (3, 8))]
+            runs.append(run.model_copy(update={"passkeys": found_keys}))
     text = claim(["lssar", "softmax"], 'kind = "finds"\nrow = "lssar"\nthan = "softmax"\nat = ["4x"]')
     assert verdict(text, runs) == expected
+    nearer = claim(["lssar", "softmax"], 'kind = "finds"\nrow = "lssar"\nthan = "softmax"\nat = "1.5x"')
+    assert verdict(nearer, runs) == expected
     share = np.mean([first for first, _ in found]) / 64
     assert f"4x: lssar {share:.1%}, softmax" in judge(text, results(runs))[0].shown.text
     assert verdict(text, [*runs[:5], a_run("softmax", 2)]) == "not run"

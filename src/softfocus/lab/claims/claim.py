@@ -22,7 +22,7 @@ BASES: dict[Scale, str] = {"toy": "toy", "small": "small", "gpt2": "gpt2-124m"}
 """The recipe that the rows of a claim change, at each scale, unless the claim names another."""
 
 Share = Annotated[float, Field(ge=0, le=10)]
-Multiple = Annotated[str, Field(pattern=r"^\d+(\.\d+)?x$")]
+Multiple = Annotated[str, Field(pattern=r"^[1-9]\d*(\.\d{1,4})?x$")]
 _Alone = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 """One text is a list of itself."""
 Names = Annotated[list[str], Field(min_length=1), _Alone]

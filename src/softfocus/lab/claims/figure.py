@@ -38,8 +38,8 @@ _LINE, _MARGIN = 0.21, 0.9  # inches that a label takes, and that a panel has ab
 
 
 def write_figures(claim: Claim, scale: Scale, results: Results, folder: Path) -> None:
-    """Draw, beside the results.json of a claim, the figures that have something to show. What was
-    drawn from the same results already stays.
+    """Draw, beside the results.json of a claim, the figures that have something to show. One that
+    was drawn from the same results stays, and so does one that has nothing to show any more.
 
     Raises:
         LabError: the folder cannot be written to, or the disk is full.
@@ -86,7 +86,7 @@ def draw_sizes(families: Sequence[Family], *, title: str) -> Figure:
         for axis, unit, digits in ((panel.xaxis, 1e6, "g"), (panel.yaxis, 1.0, ".2f")):
             plain = FuncFormatter(lambda value, _, unit=unit, digits=digits: f"{value / unit:{digits}}")
             axis.set_major_formatter(plain)
-            axis.set_minor_formatter(plain)
+            axis.set_minor_formatter(plain)  # sizes and losses lie within a decade
         panel.set_xlabel("parameters (millions)")
         panel.set_ylabel("validation loss (nats per token)")
         panel.legend(frameon=False)

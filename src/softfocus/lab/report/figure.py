@@ -61,8 +61,9 @@ STYLE: dict[str, Any] = {
     "figure.dpi": 100,
 }
 PANEL = (5.4, 4.0)  # inches; narrow, so that text stays readable when a phone shrinks it
-_LABEL, _BELOW = 0.19, 0.95  # inches that a label takes, and that a panel has above and below its axes
+_LABEL, _MARGIN = 0.19, 0.95  # inches that a label takes, and that a panel has above and below its axes
 BEST = "each under its best setting"
+"""The name of a panel, as settings are names of panels."""
 BANDS = (
     "Bands: one standard error of the difference from the lowest line (of the loss itself, where there is one line).\n"
     "Dots: every run of several seeds."
@@ -119,10 +120,17 @@ def titled(
 def figure1(
     groups: Sequence[Group], *, title: str, axis: Axis = "multiple", names: Sequence[str] | None = None
 ) -> Figure:
-    """Loss over length, two panels a row, or those named in one column.
+    """Loss over length, two panels a row.
 
-    The first shows each group with its best setting at the longest length, on a y axis of its own:
-    who is ahead. Each of the others shows one setting, all on one y axis: what the setting does.
+    The panel :data:`BEST` shows each group with its best setting at the longest length, on a y axis
+    of its own: who is ahead. Each other panel shows one setting, all on one y axis: what the
+    setting does.
+
+    Args:
+        groups: a line each.
+        title: above all panels.
+        axis: what lengths are counted in.
+        names: of panels, one below the other, in place of all.
     """
     across = 1 if names else 2
     names = names or panels(groups)
@@ -173,7 +181,7 @@ def source_of(path: Path) -> str:
     try:
         with Image.open(path) as image:
             return str(image.info.get("Source", ""))
-    except OSError:  # what cannot be read is drawn anew
+    except (OSError, ValueError):  # what cannot be read is drawn anew
         return ""
 
 
@@ -320,7 +328,7 @@ def _line(
 
 def _height(lines: int) -> float:
     """Of a panel, in inches: there is room for every label."""
-    return max(PANEL[1], _LABEL * lines + _BELOW)
+    return max(PANEL[1], _LABEL * lines + _MARGIN)
 
 
 def _label_ends(ax: Any, ends: Ends) -> None:
@@ -328,7 +336,7 @@ def _label_ends(ax: Any, ends: Ends) -> None:
     ax.yaxis.set_major_locator(MaxNLocator(6))
     low, high = ax.get_ylim()
     placed = sorted(ends, key=lambda end: end[2][1] if end[2] else math.inf)
-    gap = _LABEL / (_height(len(ends)) - _BELOW) * (high - low)
+    gap = _LABEL / (_height(len(ends)) - _MARGIN) * (high - low)
     heights = within(spread([end[1] if end else high for _, _, end in placed], gap), gap, low, high)
     for (label, colour, end), height in zip(placed, heights, strict=True):
         text = label if end else f"{label}: diverged"

@@ -1,7 +1,9 @@
 """What memory cannot hold is refused before anything starts."""
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from softfocus.lab.errors import LabError, UsageError
@@ -40,12 +42,12 @@ class Least(NamedTuple):
 
     Attributes:
         size: bytes, a lower bound.
-        counted: whether activations are in it. They are not where the model's forward pass depends
-            on values, and not on shapes alone.
+        with_activations: whether activations are in it. They are not where the model's own code
+            fails on tensors without data.
     """
 
     size: int
-    counted: bool
+    with_activations: bool
 
 
 def least_memory(recipe: Recipe, processes: int = 1) -> Least:
@@ -72,9 +74,10 @@ def least_memory(recipe: Recipe, processes: int = 1) -> Least:
     try:
         saved = _saved(model, recipe, rows)
     except Exception:  # a model's code may ask for values, which are not there, in any way
-        return Least(step, counted=False)
+        logging.getLogger(__name__).debug("%s: its activations are not counted", recipe.name, exc_info=True)
+        return Least(step, with_activations=False)
     kept = _STATE if recipe.train.accumulate > 1 else _STATE - _GRADIENT
-    return Least(max(step, kept * parameters + saved), counted=True)
+    return Least(max(step, kept * parameters + saved), with_activations=True)
 
 
 def _saved(model: Any, recipe: Recipe, rows: int) -> int:
@@ -95,7 +98,7 @@ def _saved(model: Any, recipe: Recipe, rows: int) -> int:
         return tensor
 
     bf16 = torch.autocast("cpu", torch.bfloat16, enabled=recipe.train.bf16)
-    with FakeTensorMode(allow_non_fake_inputs=True), bf16:
+    with FakeTensorMode(allow_non_fake_inputs=True), bf16, _not_packed():
         model = model.to_empty(device="cpu").eval()  # what drops layers or hides frames at random asks for values
         inputs = _inputs(model, recipe, rows)
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
@@ -103,6 +106,23 @@ def _saved(model: Any, recipe: Recipe, rows: int) -> int:
             logits.log_softmax(-1)  # the loss's
         own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     return sum(size for key, (size, _) in sizes.items() if key not in own) + _LOGITS * logits.numel()
+
+
+@contextmanager
+def _not_packed() -> Iterator[None]:
+    """While this is entered, Transformers takes no sample for packed documents.
+
+    It looks for them in the positions. Where these have no values it makes a mask that no training
+    has.
+    """
+    from transformers import masking_utils
+
+    own = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = own
 
 
 def _inputs(model: Any, recipe: Recipe, rows: int) -> dict[str, "torch.Tensor"]:
@@ -137,11 +157,11 @@ def check_memory(
 
     if not recipes:
         return
-    # Rows of a study differ by their mechanism most often, whose tensors are alike
-    different = {_shapes(recipe): recipe for recipe in reversed(recipes)}
-    needs = {recipe.name: least_memory(recipe, processes) for recipe in different.values()}
-    name = max(needs, key=lambda one: needs[one].size)
-    size, counted = needs[name]
+    different: dict[tuple[object, ...], Recipe] = {}
+    for recipe in recipes:  # rows of a study differ most often by what _shapes leaves out
+        different.setdefault(_shapes(recipe), recipe)
+    needs = [(least_memory(recipe, processes), recipe.name) for recipe in different.values()]
+    (size, with_activations), name = max(needs)
     together = min(at_a_time, len(recipes))
     on_gpu = torch.cuda.is_available()
     # torchrun, which starts them, says how many of them are here
@@ -157,13 +177,15 @@ def check_memory(
     remedies += [f"use a {'GPU' if on_gpu else 'machine'} with more memory"]
     raise LabError(
         f"{name} needs at least {size / 1e9:.1f} GB of memory{times and f' in each{times}'}"
-        f"{'' if counted else ' (activations are not counted)'}, and {place} has {free / 1e9:.1f} GB free",
+        f"{'' if with_activations else ' (activations are not counted)'}, and {place} has {free / 1e9:.1f} GB free",
         " or ".join([", ".join(remedies[:-1]), remedies[-1]] if remedies[1:] else remedies),
     )
 
 
 def _shapes(recipe: Recipe) -> tuple[object, ...]:
-    """What the sizes of a training's tensors depend on, but for the mechanism."""
+    """What the sizes of a training's tensors depend on, but for the mechanism and the layout, which
+    change them by a few per cent.
+    """
     model, data, train = recipe.model, recipe.data, recipe.train
     return (
         model.architecture,
