@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 PYTHONPATH=src python docs/results/laser-no-shift/train.py
 
-Writes results.json beside itself. Recipe `toy` (0.3 M parameters, float32, seed 0). Each row
+Writes results.json beside itself. Recipe `toy` (0.3 M parameters, float32, three seeds). Each row
 multiplies the values by a factor before attention, so that they reach the size at which e^V
 overflows (88.7). The rows "as written" compute softmax and log(A e^V) with torch's operations, the
 others call softfocus.attention. `largest_value` is the largest |V| of all layers and steps until
@@ -13,6 +13,7 @@ import json
 import math
 import tempfile
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.provenance import commit, machine
 from softfocus.lab.train.run import train
 
+SEEDS = (0, 1, 2)
 FACTORS = (1, 8, 32)
 
 
@@ -52,11 +54,11 @@ class Values:
         return (weights @ value.exp()).log()
 
 
-def row(factor: float, shifted: bool) -> dict[str, Any]:
+def row(seed: int, factor: float, shifted: bool) -> dict[str, Any]:
     """One training. A loss of None: it diverged."""
     values = Values(factor, shifted)
     adapter.attention = values
-    recipe = load("toy", ["model.mechanism=laser", "train.log_every=10"])
+    recipe = load("toy", ["model.mechanism=laser", "train.log_every=10", f"train.seed={seed}"])
     with tempfile.TemporaryDirectory() as folder:
         try:
             info = train(recipe, Path(folder) / "run")
@@ -64,6 +66,7 @@ def row(factor: float, shifted: bool) -> dict[str, Any]:
         except LabError as error:
             steps, loss, said = None, None, str(error).replace(folder, "")
     return {
+        "seed": seed,
         "factor": factor,
         "form": "shifted" if shifted else "as written",
         "steps": steps,
@@ -76,12 +79,11 @@ def row(factor: float, shifted: bool) -> dict[str, Any]:
 def main() -> None:
     """Train all rows, and write them."""
     rows = []
-    for factor in FACTORS:
-        for shifted in (True, False):
-            rows.append(row(factor, shifted))
-            print(rows[-1], flush=True)
+    for seed, factor, shifted in product(SEEDS, FACTORS, (True, False)):
+        rows.append(row(seed, factor, shifted))
+        print(rows[-1], flush=True)
     where = machine("cpu")
-    found = {"commit": commit(), "torch": torch.__version__, "cpu": where.cpu, "seed": 0, "rows": rows}
+    found = {"commit": commit(), "torch": torch.__version__, "cpu": where.cpu, "rows": rows}
     Path(__file__).with_name("results.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
