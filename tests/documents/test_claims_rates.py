@@ -1,4 +1,4 @@
-"""docs/claims.md on the learning rates of powers: it shows the committed results."""
+"""docs/claims.md on the learning rates of powers and depths: it shows the committed results."""
 
 import pytest
 
@@ -35,6 +35,20 @@ def powers(at: tuple[float, str] = HERE) -> dict[int, list[list[Cell | None]]]:
     }
 
 
+def depths() -> dict[int, list[list[Cell | None]]]:
+    """Of laser-depths: (softmax, LASER), a row a depth. Two layers are the scale's own."""
+    deep, own = by_row("depth-learning-rates"), claim("laser-depths")
+    shallow = by_row("toy-learning-rates")
+    for row in ("softmax", "laser"):
+        deep |= {f"{row}_2_layers-{rate}": shallow[f"{row}-{rate}"] for rate in ("half", "twice")}
+    return {
+        layers: [
+            rates_of(deep, own.group(name), name) for name in (f"softmax_{layers}_layers", f"laser_{layers}_layers")
+        ]
+        for layers in (1, 2, 3, 4, 6)
+    }
+
+
 def two_by_rates(first: str, names: tuple[str, str], rows: dict[int, list[list[Cell | None]]]) -> str:
     header = [first, *(f"{name}, {rate}" for name in names for rate in RATES)]
     return table(header, ([str(row), *map(_shown, both[0] + both[1])] for row, both in rows.items()))
@@ -46,6 +60,7 @@ def _shown(one: Cell | None) -> str:
 
 TABLES = {
     "power_rates": lambda: two_by_rates("p", ("softmax", "LSSA"), powers()),
+    "depth_rates": lambda: two_by_rates("layers", ("softmax", "LASER"), depths()),
 }
 
 
@@ -66,3 +81,13 @@ def test_what_is_said_of_powers():
     lowest = [min(POWERS, key=lambda power, n=n: far[power][1][n].loss) for n in range(3)]
     assert lowest == [15, 15, 50]
     assert f"it is lower with p = 50, by {far[15][1][2].loss - far[50][1][2].loss:.3f}." in TEXT
+
+
+def test_what_is_said_of_depths():
+    rates = {layers: [[round(one.loss, 3) for one in cells] for cells in both] for layers, both in depths().items()}
+    leads = {layers: [a - b for a, b in zip(*both, strict=True)] for layers, both in rates.items()}
+    assert all(lead[2] == max(lead) for lead in leads.values())
+    assert min(min(lead) for lead in leads.values()) > 0
+    assert f"With six layers it is {leads[6][0]:.3f} at 2e-3 and {leads[6][1]:.3f} at 4e-3." in TEXT
+    best = {(layers, n): cells.index(min(cells)) for layers, both in rates.items() for n, cells in enumerate(both)}
+    assert [row for row, at in best.items() if at != 1] == [(1, 1)]
