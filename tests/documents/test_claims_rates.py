@@ -1,10 +1,18 @@
-"""docs/claims.md on the learning rates of powers and depths: it shows the committed results."""
+"""docs/claims.md on the learning rates of powers, of depths and of a fine-tuning: it shows the
+committed results.
+"""
+
+import re
+from itertools import product
 
 import pytest
 
+from softfocus.lab.claims.claim import load as load_claim
+from softfocus.lab.claims.results import read as read_claim
+from softfocus.lab.claims.verdict import judge
 from softfocus.lab.report.points import Cell, Group, cell
 
-from .committed import HERE, ROOT, by_row, claim, of_seeds
+from .committed import HERE, RESULTS, ROOT, by_row, claim, of_seeds
 from .tables import table, tables_of
 
 PAGE = (ROOT / "docs/claims.md").read_text()
@@ -91,3 +99,16 @@ def test_what_is_said_of_depths():
     assert f"With six layers it is {leads[6][0]:.3f} at 2e-3 and {leads[6][1]:.3f} at 4e-3." in TEXT
     best = {(layers, n): cells.index(min(cells)) for layers, both in rates.items() for n, cells in enumerate(both)}
     assert [row for row, at in best.items() if at != 1] == [(1, 1)]
+
+
+@pytest.mark.parametrize("rate", ["2e-3", "4e-3"])
+def test_the_rates_of_the_fine_tuning_are_the_committed_ones(rate):
+    again = RESULTS / "classification-learning-rates" / rate / "results.json"
+    found = claim("laser-classification") if rate == "4e-3" else read_claim(again)
+    assert found.overrides == ([] if rate == "4e-3" else ["train.learning_rate=0.002"])
+    assert {(run.row, run.info.seed) for run in found.runs} == set(product(("softmax", "laser"), range(3)))
+    (judged,) = judge(load_claim("laser-classification"), found)
+    said = re.fullmatch(r"laser (.*)%, softmax (.*)% right: (.*)% ± (.*)%", judged.shown.text)
+    laser, softmax, apart, error = said.groups()
+    row = f"| {rate} | {softmax} % | {laser} % | {apart} % ± {error} %, {judged.verdict} |"
+    assert row in PAGE, row
