@@ -127,6 +127,7 @@ def of_folder(folder: Path, *overrides: str) -> Any:
             "train.length=99",
             "train.steps=3",
             "train.batch=2",
+            "train.accumulate=1",
             "train.warmup=0",
             *overrides,
         ],

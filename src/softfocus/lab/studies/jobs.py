@@ -24,7 +24,7 @@ from softfocus.lab.run_folder.files import (
     load_run,
 )
 from softfocus.lab.run_folder.results import Evaluation, Induction, Recall
-from softfocus.lab.studies.worker import possible_settings
+from softfocus.lab.studies.worker import passkey_lengths, possible_settings
 
 LOGS = "logs"
 
@@ -199,7 +199,8 @@ def _is_measured(job: Job, kind: str) -> bool:
     if kind == "induction":
         return set(job.lengths) <= {row.length for row in load_measured(job.folder, Induction).rows if not row.window}
     if kind == "passkeys":
-        return set(job.lengths) <= {row.length for row in load_measured(job.folder, Recall).rows if not row.window}
+        wanted = set(passkey_lengths(job.recipe, job.lengths))
+        return wanted <= {row.length for row in load_measured(job.folder, Recall).rows if not row.window}
     # Induction and recall are written row by row, these when all is measured
     return (job.folder / {"classification": CLASSIFICATION, "tasks": TASKS}[kind]).exists()
 

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -109,7 +110,7 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
 
             induction(folder, lengths, tokens=asked, progress=tell)
         if "passkeys" in recipe.evaluate.also:
-            recall(folder, lengths, progress=tell)
+            recall(folder, passkey_lengths(recipe, lengths), progress=tell)
         if "tasks" in recipe.evaluate.also:
             from softfocus.lab.evaluate.tasks import answer
 
@@ -121,6 +122,14 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
         before, now = load(folder / RECIPE).evaluate, recipe.evaluate
         if (before.tokens, before.lengths) != (now.tokens, now.lengths):
             write_recipe(folder, recipe.to_toml(), load_run(folder).token)
+
+
+def passkey_lengths(recipe: Recipe, lengths: Sequence[int]) -> list[int]:
+    """Where a run of a text is asked for passkeys: at the lengths of its losses. If the training
+    length is one of them, also at 1.5 times it, for which the softplus paper has a number.
+    """
+    own = recipe.train.length
+    return sorted({*lengths, own * 3 // 2}) if own in lengths else list(lengths)
 
 
 def possible_settings(recipe: Recipe, folder: Path) -> tuple[Setting, ...]:
