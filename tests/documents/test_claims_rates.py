@@ -101,11 +101,11 @@ def test_what_is_said_of_depths():
     assert [row for row, at in best.items() if at != 1] == [(1, 1)]
 
 
-@pytest.mark.parametrize("rate", ["2e-3", "4e-3"])
+@pytest.mark.parametrize("rate", RATES)
 def test_the_rates_of_the_fine_tuning_are_the_committed_ones(rate):
     again = RESULTS / "classification-learning-rates" / rate / "results.json"
     found = claim("laser-classification") if rate == "4e-3" else read_claim(again)
-    assert found.overrides == ([] if rate == "4e-3" else ["train.learning_rate=0.002"])
+    assert found.overrides == ([] if rate == "4e-3" else [f"train.learning_rate={float(rate)}"])
     assert {(run.row, run.info.seed) for run in found.runs} == set(product(("softmax", "laser"), range(3)))
     (judged,) = judge(load_claim("laser-classification"), found)
     said = re.fullmatch(r"laser (.*)%, softmax (.*)% right: (.*)% ± (.*)%", judged.shown.text)
