@@ -13,6 +13,7 @@ from softfocus.lab.report.points import Cell, cell
 from .committed import HERE, RESULTS, ROOT, by_row, claim, encoder_rates, loss, minus, of_seeds
 from .tables import shown, shown_loss, table, tables_of
 from .test_claims_rates import TABLES as RATES
+from .test_claims_rates import loss_or_diverged, rates_of
 from .test_claims_reasons import TABLES as REASONS
 
 PAGE = (ROOT / "docs/claims.md").read_text()
@@ -44,17 +45,12 @@ def table_rates() -> dict[str, list[Cell | None]]:
     for row in dict.fromkeys(name.rpartition("-")[0] for name in swept):
         own = next((group for results in published if (group := results.group(row)) is not None), None)
         if own is not None:
-            known = of_seeds(swept | {"own": own}, {0})
-            groups = (known.get(name) for name in (f"{row}-half", "own", f"{row}-twice"))
-            found[row] = [None if group is None else cell(group, *HERE) for group in groups]
+            found[row] = rates_of(swept, own, row)
     return found
 
 
 def rates_of_tables() -> str:
-    rows = (
-        [f"`{row}`", *("diverged" if one is None else f"{one.loss:.3f}" for one in cells)]
-        for row, cells in table_rates().items()
-    )
+    rows = ([f"`{row}`", *map(loss_or_diverged, cells)] for row, cells in table_rates().items())
     return table(["row", "2e-3", "4e-3", "8e-3"], rows)
 
 
@@ -68,8 +64,7 @@ def laser_rates() -> dict[str, list[Cell]]:
         for name in names:
             for row in dict.fromkeys(one.rpartition("-")[0] for one in swept):
                 if (own := claim(name).group(row)) is not None:
-                    known = of_seeds(swept | {"own": own}, {0})
-                    found[row] = [cell(known[one], *HERE) for one in (f"{row}-half", "own", f"{row}-twice")]
+                    found[row] = rates_of(swept, own, row)
     return {row: cells for row, cells in found.items() if row != "laser"}
 
 

@@ -59,10 +59,10 @@ def depths() -> dict[int, list[list[Cell | None]]]:
 
 def two_by_rates(first: str, names: tuple[str, str], rows: dict[int, list[list[Cell | None]]]) -> str:
     header = [first, *(f"{name}, {rate}" for name in names for rate in RATES)]
-    return table(header, ([str(row), *map(_shown, both[0] + both[1])] for row, both in rows.items()))
+    return table(header, ([str(row), *map(loss_or_diverged, both[0] + both[1])] for row, both in rows.items()))
 
 
-def _shown(one: Cell | None) -> str:
+def loss_or_diverged(one: Cell | None) -> str:
     return "diverged" if one is None else f"{one.loss:.3f}"
 
 

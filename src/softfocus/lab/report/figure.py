@@ -132,9 +132,8 @@ def figure1(
         axis: what lengths are counted in.
         names: of panels, one below the other, in place of all.
     """
-    across = 1 if names else 2
-    names = names or panels(groups)
-    across, down = min(across, len(names)), math.ceil(len(names) / across)
+    names, most = (names, 1) if names else (panels(groups), 2)
+    across, down = min(most, len(names)), math.ceil(len(names) / most)
     with titled((max(8.0, 5.5 * across), _height(len(groups)) * down + 1), title) as figure:
         grid = figure.subplots(down, across, squeeze=False).flatten()
         ends = [_draw_lengths(ax, groups, name, axis) for ax, name in zip(grid, names, strict=False)]
@@ -168,9 +167,9 @@ def save_png(figure: Figure, path: Path, *, dpi: int = 160, source: str = "") ->
     temporary = path.with_name(f".{path.name}{PARTIAL}")
     with writing(path, "free some space or use another folder"):
         try:
-            told = {"Title": " ".join(figure.get_suptitle().split())} | ({"Source": source} if source else {})
+            metadata = {"Title": " ".join(figure.get_suptitle().split())} | ({"Source": source} if source else {})
             with any_letters():
-                figure.savefig(temporary, format="png", dpi=dpi, facecolor="white", metadata=told)
+                figure.savefig(temporary, format="png", dpi=dpi, facecolor="white", metadata=metadata)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

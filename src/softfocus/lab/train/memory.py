@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 _STATE = 16
 """Bytes a parameter: weight, gradient and two moments in float32."""
 _GRADIENT = 4
-"""Of these, the gradient's. Where a step has one micro-batch, its backward pass begins without."""
+"""The gradient's share of these. A step of one micro-batch has no gradients when its backward pass
+begins.
+"""
 _LOGITS = 8
-"""Bytes a logit as the backward pass begins: gradients of its log-probability and of itself."""
+"""Bytes a logit when the backward pass begins: gradients of its log-probability and of itself."""
 SMALLER = "choose a smaller model, raise train.accumulate"
 """How to change a recipe that does not fit."""
 
@@ -93,13 +95,14 @@ def _saved(model: Any, recipe: Recipe, rows: int) -> int:
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        # Held, so that no later storage has its address
+        # A storage that is kept leaves its address to no other
         sizes.setdefault(storage._cdata, (storage.nbytes(), storage))
         return tensor
 
     bf16 = torch.autocast("cpu", torch.bfloat16, enabled=recipe.train.bf16)
     with FakeTensorMode(allow_non_fake_inputs=True), bf16, _not_packed():
-        model = model.to_empty(device="cpu").eval()  # what drops layers or hides frames at random asks for values
+        # Some architectures drop layers or hide frames at random in training, which needs values
+        model = model.to_empty(device="cpu").eval()
         inputs = _inputs(model, recipe, rows)
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             logits = objective.logits(recipe.data.kind, model, inputs)
