@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # What is run and tested is this tree, whatever copy is installed.
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help setup demo bench test soak sanitize sanitize-gpu gpu emulated-gpu neon docs wheel lint clean
+.PHONY: help setup demo bench test test-long soak sanitize sanitize-gpu gpu emulated-gpu neon docs wheel lint clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
@@ -26,8 +26,12 @@ demo: setup  ## train Softmax, LSSA, LSSAR and two layouts side by side and show
 bench: setup  ## time attention on the CPU beside torch's own, with parity checks and peak memory; writes runs/bench-cpu/
 	$(BIN)/softfocus bench --device cpu
 
-test: setup  ## all tests but those marked slow (seven to fifteen minutes on two cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+test: setup  ## all tests but those marked long or slow (some six minutes on two cores)
+	$(PYTEST) --dist loadfile -m "not long and not slow and not soak"
+
+test-long: setup  ## the tests that `make test` leaves out because each takes over 1.5 seconds; CI runs them (some six minutes)
+	$(PYTEST) --dist loadfile -m "long and not slow and not soak"
 
 soak: setup  ## trainings killed at 50 random points must end with the same weights (some five minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -q

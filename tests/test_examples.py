@@ -14,6 +14,7 @@ def test_there_are_four():
     assert [script.stem for script in SCRIPTS] == ["one_call", "paged_cache", "small_gpt", "transformers_model"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_an_example_runs(script, tmp_path):
     assert len(script.read_text().splitlines()) < 60

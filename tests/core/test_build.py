@@ -120,6 +120,7 @@ def test_force_compiles_again(capfd):
     assert first.compiler in (shutil.which(name) for name in plan.COMPILERS)
 
 
+@pytest.mark.long
 @needs_compiler
 def test_the_threads_are_torchs(sources):
     """One OpenMP runtime in the process, and it is the one that set_num_threads() sets."""
@@ -157,6 +158,7 @@ assert len(tried) == 2
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.long
 @needs_compiler
 def test_two_processes_at_once_compile_once(sources, tmp_path):
     """The first one is held in its compiler until the second one says that it waits."""
@@ -192,6 +194,7 @@ def test_two_processes_at_once_compile_once(sources, tmp_path):
     assert (tmp_path / "gate.runs").read_text().count("x") == 2  # one compile, one link
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_killed_build_leaves_nothing_broken(sources, tmp_path):
     """Killed in the compiler, and killed between the two files that make a library whole."""
@@ -222,6 +225,7 @@ replace, build.os.replace = os.replace, killed
     assert not list(plan.plan().folder.glob("building-*"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_build_that_is_told_to_end_ends_its_compilers(sources, tmp_path, number):
     """And what they have started, as g++ starts another process for the work; the signal goes to
@@ -321,6 +325,7 @@ def test_what_is_compiled_needs_no_compiler_any_more(monkeypatch, capfd):
     sentence("'no-such-compiler' is no C.. compiler that runs; let CXX name")
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_child_forked_while_a_thread_compiles(sources):
@@ -615,6 +620,7 @@ def test_asking_inside_a_compiled_graph(monkeypatch):
     assert torch.equal(torch.compile(double, fullgraph=True, backend="eager")(x), x)
 
 
+@pytest.mark.long
 @needs_compiler
 def test_importing_compiles_nothing(sources, tmp_path):
     ran = subprocess.run([sys.executable, "-c", code("", sources)], capture_output=True, text=True)

@@ -112,6 +112,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "name", "dtype"), QUICK, ids=lambda x: str(x).removeprefix("torch."))
 def test_right_kernels_raise_no_alarm(case, name, dtype):
     raises_no_alarm(case, name, dtype)
@@ -138,6 +139,7 @@ def raises_no_alarm(case, name, dtype):
     assert equal(*found)
 
 
+@pytest.mark.long
 def test_a_kind_is_looked_into_once(calls):
     """Neither another length nor other numbers make another kind; another mechanism and another
     head do.
@@ -150,6 +152,7 @@ def test_a_kind_is_looked_into_once(calls):
     assert len(checked._refused) == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_wrong_kernel_gives_way_to_the_tiled_backend(calls, direction, dtype):
@@ -272,6 +275,7 @@ def test_once_seen_calls_without_gradient_take_the_short_way(calls):
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("queries", [1, 5], ids="{} queries".format)
 def test_few_queries(calls, queries):
     leaves = tensors(queries=queries)
@@ -294,6 +298,7 @@ def cached(**call):
     ]
 
 
+@pytest.mark.long
 def test_caches(calls):
     assert equal(cached(), cached(backend="triton"))
     assert set(checked._refused.values()) == {None}
@@ -305,6 +310,7 @@ def test_caches(calls):
     assert equal(found, cached(mechanism="softmax", backend="tiled"))
 
 
+@pytest.mark.long
 def test_compiled_code_falls_back_too(calls):
     """A graph holds the operator's name; what runs under it is decided when it runs."""
     leaves = tensors()

@@ -273,6 +273,7 @@ else:
 """
 
 
+@pytest.mark.long
 def test_a_new_argument_is_refused_until_a_backend_names_it(tmp_path):
     """In a copy of the sources: a number and a tensor with a gradient of the call, and a number of
     its visibility.
@@ -380,6 +381,7 @@ print(asked.reasons["triton"])
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not triton.TRITON_FOUND, reason="Triton is not installed")
 def test_a_question_opens_no_file_and_imports_no_triton():
     """Not even where Triton is a candidate: its kernels are declared in a module without it."""
@@ -460,6 +462,7 @@ def follow(tmp_path, *backends):
     return environment
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("git") is None, reason="git applies the diff")
 def test_the_guide_to_a_new_phi(tmp_path):
     environment = follow(tmp_path, "tiled", *(["triton"] if triton.TRITON_FOUND else []))

@@ -761,6 +761,7 @@ def test_threads_of_python_may_call_at_once(threads):
             assert not [n for n, result in results.items() if differing(single[n], result)]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_forked_child_computes_the_same(number):

@@ -37,6 +37,7 @@ def on_the_emulator(*arguments, **environment):
     return ran.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("arch", "backwards"), [pytest.param(80, "", marks=pytest.mark.slow), (90, "1")])
 def test_parity_of_what_is_compiled(arch, backwards):
     tests = [f"{HERE / 'test_triton.py'}::{name}" for name in SOME]
@@ -61,6 +62,7 @@ for backwards in (False, True):
 """
 
 
+@pytest.mark.long
 def test_the_order_of_programs_and_warps_changes_not_a_bit():
     """In the kernels that the test above has compiled."""
     forwards, backwards = map(str.split, on_the_emulator("-c", ORDERS).splitlines())

@@ -212,6 +212,7 @@ def test_random_problems(request, holds, threads, seeds):
     assert not failures, "\n".join(["", *failures])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", ["all", "one row", "NaN"])
 def test_a_wrong_kernel_would_be_noticed(wrong):
     """In nearly every problem: in some, no weight is above 0."""

@@ -74,6 +74,7 @@ def plan(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.long
 def test_an_item_that_hangs_costs_its_limit_and_keeps_what_it_wrote(plan, tmp_path):
     began = time.monotonic()
     found = plan(item("some", HANGS, limit=2.0), item("next", "print('fine')"), item("bad", "raise ValueError('no')"))
@@ -101,6 +102,7 @@ def test_results_are_there_before_the_next_item_begins(plan, tmp_path):
     assert plan(item("first", "pass"), item("second", look))["second"]["tail"] == "1\n"
 
 
+@pytest.mark.long
 def test_outcomes_of_tests_are_counted(plan, tmp_path):
     (tmp_path / "test_some.py").write_text("def test_good(): pass\ndef test_bad(): assert 0\n")
     words = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "-c", os.devnull, str(tmp_path / "test_some.py"))
@@ -120,6 +122,7 @@ def predicted(code):
     return subprocess.run(words, capture_output=True, text=True, check=True, cwd=PATH.parent).stdout
 
 
+@pytest.mark.long
 def test_a_stage_that_is_killed_leaves_what_it_has(tmp_path):
     """SIGKILL, as where a command runs past its limit: nothing can be tidied up."""
     code = """

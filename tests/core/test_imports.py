@@ -77,6 +77,7 @@ def test_using_softfocus_needs_torch_alone():
     assert not {name for name in after if name.startswith(("softfocus.hf", "softfocus.lab", "softfocus.testing"))}
 
 
+@pytest.mark.long
 def test_a_call_on_the_cpu_loads_no_compiler():
     """Neither Triton nor torch's, which take as long again as torch to import."""
     call = (

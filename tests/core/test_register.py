@@ -135,6 +135,7 @@ def impatient_threads():
     sys.setswitchinterval(before)
 
 
+@pytest.mark.long
 def test_many_threads_register_while_others_read(impatient_threads):
     def work(number):
         register(f"mine_{number % 50}", MINE.replace(power=1.0 + number % 50))

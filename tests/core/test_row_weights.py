@@ -149,6 +149,7 @@ def test_a_mechanism_is_taken_as_it_is():
     torch.testing.assert_close(found, query @ key.mT / 2)
 
 
+@pytest.mark.long
 def test_chosen_rows_compile():
     torch.compiler.reset()
     compiled = torch.compile(weights, fullgraph=True, backend="aot_eager")

@@ -113,6 +113,7 @@ def quiet(monkeypatch):
 fused = partial(attention, backend="triton")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "name", "dtype"), QUICK, ids=lambda x: str(x).removeprefix("torch."))
 def test_parity(quiet, case, name, dtype):
     check(fused, CASE[case], name, dtype, device=DEVICE)
@@ -151,6 +152,7 @@ def split_keys(monkeypatch, programs):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "name", "dtype"), DECODED, ids=lambda x: str(x).removeprefix("torch."))
 def test_parity_of_keys_split_among_programs(quiet, monkeypatch, case, name, dtype):
     from softfocus.backends.triton import call
@@ -249,6 +251,7 @@ def test_decoding_numbers_out_of_the_ordinary(quiet, monkeypatch, name, heads, d
     torch.testing.assert_close(got[..., 2:], exact[..., 2:], rtol=near, atol=near / 10 if dtype == SINGLE else near)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["lssar", "laser"])
 def test_the_operators(quiet, name):
     """What the forward leaves to the backward passes torch's own checks of an operator."""
@@ -500,6 +503,7 @@ def test_what_nobody_sees_changes_no_gradient(quiet, name, bad):
         assert torch.equal(got, wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     ["laser(softmax)", *(pytest.param(f"laser({name})", marks=pytest.mark.slow) for name in ("lssar", "relu2_l1"))],
@@ -851,6 +855,7 @@ def test_row_vectors_that_lie_beyond_32_bits(quiet):
     assert loaded.tolist() == vectors[-1, 0, 0].tolist() == list(range(16))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(16, 16), (16, 64), (16, 128)], ids=str)
 def test_dropout_in_tiles_of_any_width(quiet, monkeypatch, shape):
     """A group of 64 keys lies in four tiles, or one, or two in one tile; parity is tested with two
@@ -886,6 +891,7 @@ def test_another_seed_is_no_other_kernel(quiet):
     assert not torch.equal(outs[0], outs[1])
 
 
+@pytest.mark.long
 def test_dropout_among_few_queries(quiet, monkeypatch):
     """The decoding kernels carry none: these queries are left to the others."""
     split_keys(monkeypatch, 64)
@@ -1147,6 +1153,7 @@ def test_calls_of_one_kind():
     assert len(set(kinds)) == len(kinds)
 
 
+@pytest.mark.long
 def test_two_runs_are_equal_to_the_bit(quiet):
     arguments = CASE["cache"].arguments(mechanisms()["lssar"].mechanism, SINGLE, device=DEVICE)
     leaves = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
@@ -1317,6 +1324,7 @@ print(softfocus.explain(q, q, q))
 """
 
 
+@pytest.mark.long
 def test_nothing_else_needs_triton(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     ran = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=300, check=True)

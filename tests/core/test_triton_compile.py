@@ -60,6 +60,7 @@ EXPECTED = {
 """What calls of so many queries compile; each process compiles them all."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("arch", "mechanism"), cases())
 def test_every_kernel_compiles_and_spills_little(arch, mechanism):
     for head_dim in (64,) if (mechanism, arch) == ("lssa", 90) else (64, 128):
@@ -87,6 +88,7 @@ def test_the_inner_loop_stays_short():
     assert 8 < forward["loops"][-1] < 14
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mechanism", ["lssar", *(pytest.param(name, marks=pytest.mark.slow) for name in SKELETONS if name != "lssar")]
 )

@@ -206,6 +206,7 @@ def test_a_window_in_a_prefix_lm(build, tokens, cached):
         logits(model, ids, attention_mask=mask, past_key_values=cache)
 
 
+@pytest.mark.long
 def test_compiled_code_refuses_padding_on_the_right_in_a_cache(build, tokens):
     model, ids = softfocus.hf.use(build("llama"), {"*": {"mechanism": "lssar", "window": 3}}), tokens(2, LENGTH)
     compiled, real = torch.compile(model, backend="eager"), torch.ones_like(ids)
@@ -880,6 +881,7 @@ def test_round_trip(build, tokens, tmp_path, layout, family):
     assert torch.equal(logits(copy.deepcopy(model), ids), logits(model, ids))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [HYBRID, HEADS, PARTIAL, BASES], ids=["layers", "heads", "partial", "bases"])
 @pytest.mark.parametrize("family", ["llama", "glm"])
 def test_compiled_and_checkpointed(build, tokens, layout, family):

@@ -39,6 +39,7 @@ def logits(model, ids):
         return model(input_ids=ids, decoder_input_ids=ids).logits
 
 
+@pytest.mark.long
 def test_classes_say_which_masks_their_models_expect(build):
     assert softfocus.hf.use(nllb(), "lssar").config.softfocus.masks == "eager"
     assert build("llama", "lssar").config.softfocus.masks == "sdpa"

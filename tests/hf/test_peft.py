@@ -122,6 +122,7 @@ def test_adapters_of_other_models_are_left_alone(build, tokens, tmp_path):
         peft.PeftModel.from_pretrained(build("llama", "lssar"), tmp_path)
 
 
+@pytest.mark.long
 def test_without_softfocus_the_adapter_is_refused(build, tmp_path):
     peft.get_peft_model(build("llama", "lssar"), lora()).save_pretrained(tmp_path)
     code = f"from peft import PeftConfig; PeftConfig.from_pretrained({str(tmp_path)!r})"

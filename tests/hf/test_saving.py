@@ -218,6 +218,7 @@ assert not [name for name in sys.modules if name.startswith("softfocus")]
 """
 
 
+@pytest.mark.long
 def test_without_softfocus_nothing_loads(build, llava, tmp_path):
     build("llama", "lssar").save_pretrained(tmp_path / "llama")
     composite = llava()

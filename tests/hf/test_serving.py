@@ -82,6 +82,7 @@ print(AutoModelForCausalLM.from_pretrained(sys.argv[1]).config._attn_implementat
 """
 
 
+@pytest.mark.long
 def test_a_program_runs_with_the_import(build, tmp_path):
     build("llama", "lssar").save_pretrained(tmp_path / "model")
     (tmp_path / "harness.py").write_text(PROGRAM)

@@ -240,6 +240,7 @@ def test_the_auto_classes_know_it(build, tokens, tmp_path):
     assert softfocus.hf.layout_of(with_mechanism).mechanism == softfocus.named("lssar")
 
 
+@pytest.mark.long
 def test_one_graph(build, tokens):
     model, ids = build("t6", "lssar"), tokens(2, LENGTH)
     torch.testing.assert_close(logits(torch.compile(model, fullgraph=True, backend="eager"), ids), logits(model, ids))

@@ -90,6 +90,7 @@ def test_autocast(build, tokens):
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
+@pytest.mark.long
 def test_the_compiler_sees_one_graph(build, tokens):
     for mechanism in ("lssar", "ssmax"):
         model, ids = build("llama", mechanism), tokens(2, 9)

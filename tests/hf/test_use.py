@@ -56,6 +56,7 @@ def test_both_interfaces_are_registered_under_a_name_transformers_does_not_parse
         assert not [part for part in ("flash", "sdpa", "flex_attention", "/", "paged|") if part in name]
 
 
+@pytest.mark.long
 def test_without_transformers_the_import_says_what_to_install():
     code = "import sys; sys.modules['transformers'] = None; import softfocus.hf"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -144,6 +145,7 @@ def test_parameters_follow_the_weights(build):
     assert (scale.dtype, scale.device.type, scale.shape) == (torch.bfloat16, "meta", (4,))
 
 
+@pytest.mark.long
 def test_encoder_and_decoder(tokens):
     torch.manual_seed(0)
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 4}

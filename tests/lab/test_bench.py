@@ -94,6 +94,7 @@ def test_only_one_of_torchs_kernels_is_left() -> None:
 # What is written
 
 
+@pytest.mark.long
 def test_a_run_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(
         capsys, *SMALL, "--mechanisms", "lssar", "--out", tmp_path / "b", "--threads", 1, "--json", "-"
@@ -419,6 +420,7 @@ def test_tokens_set_the_batch_but_not_in_decoding() -> None:
     assert [one.batch for one in plan.cells()] == [8, 8, 1, 2, 2, 1]
 
 
+@pytest.mark.long
 def test_a_smaller_dtype_is_measured_beside_float32() -> None:
     registry = {name: SUBJECTS[name] for name in ("sdpa", "softfocus", "float32")}
     seen = []
@@ -457,6 +459,7 @@ def test_inputs_do_not_depend_on_the_dtype() -> None:
 # Memory
 
 
+@pytest.mark.long
 def test_peak_memory_of_a_process_of_its_own() -> None:
     one = Cell("softmax", "forward", 1024, heads=2)
     inputs, weights = 4 * 2 * 1024 * 64 * 4, 2 * 1024 * 1024 * 4  # bytes
@@ -468,6 +471,7 @@ def test_peak_memory_of_a_process_of_its_own() -> None:
         assert dense.bytes > 2 * weights
 
 
+@pytest.mark.long
 def test_a_process_that_fails_says_so() -> None:
     said = memory.peak("sdpa", cell("no_such_mechanism", dtype="no_such_dtype"), 1)
     assert isinstance(said, str)

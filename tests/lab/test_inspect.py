@@ -208,6 +208,7 @@ def looked(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> t
     return result, folder
 
 
+@pytest.mark.long
 def test_the_record_reads_back_equal(looked: tuple[Inspections, Path]) -> None:
     result, folder = looked
     assert read(folder / "inspect.json") == result
@@ -298,6 +299,7 @@ def test_what_cannot_be_inspected(runs: dict[str, Path], tmp_path: Path) -> None
     assert "has no model" in refused(copy)
 
 
+@pytest.mark.long
 def test_what_heads_have_learned_is_shown(
     runs: dict[str, Path], looked: tuple[Inspections, Path], tiny: Path, tmp_path: Path
 ) -> None:
@@ -335,6 +337,7 @@ def status(arguments: list[str]) -> int:
     return int(caught.value.code or 0)
 
 
+@pytest.mark.long
 def test_the_command(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

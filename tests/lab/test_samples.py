@@ -117,6 +117,7 @@ def test_the_mechanism_is_what_runs(name: str) -> None:
     assert (laser - softmax).abs().max() > 1e-4
 
 
+@pytest.mark.long
 @KINDS
 def test_resumed_is_uninterrupted(name: str, runs: Any, tmp_path: Path) -> None:
     def stop(event: Event) -> None:

@@ -98,6 +98,7 @@ def test_rows_of_one_name_are_the_same_in_every_claim() -> None:
     assert len({str(sorted(row.items())) for row in seen.values()}) == len(seen)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_row_builds_at_every_scale(scale: Any) -> None:
     """On no device: the paper's own models, too."""
@@ -111,6 +112,7 @@ def test_every_row_builds_at_every_scale(scale: Any) -> None:
             assert parameters == pytest.approx(sizes[scale], rel=0.2), recipe.name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_row_and_recipe_trains_two_steps(large: bool) -> None:
     """Every row at the scale `toy`, every shipped recipe that test_recall.py does not train, and
@@ -183,6 +185,7 @@ def test_the_published_pages_and_figures_are_those_of_the_published_results(tmp_
         assert (tmp_path / file).read_bytes() == (PUBLIC / file).read_bytes(), f"{file}: run `softfocus report`"
 
 
+@pytest.mark.long
 def test_a_figure_is_drawn_where_its_results_have_changed(tmp_path: Path, monkeypatch: Any) -> None:
     results = tmp_path / "laser-vit" / "toy" / "results.json"
     results.parent.mkdir(parents=True)
@@ -632,6 +635,7 @@ def finish(recipe: Recipe, folder: Path) -> None:
     evaluate(folder / recipe.name, [length, 2 * length, 4 * length], settings=settings)
 
 
+@pytest.mark.long
 def test_reproduce_runs_what_is_left_and_judges_all(
     two: Claim, tmp_path: Path, monkeypatch: Any, workers_here: list[str]
 ) -> None:
@@ -668,6 +672,7 @@ def test_reproduce_runs_what_is_left_and_judges_all(
     assert before == (out / PUBLISHED / "two.md").read_bytes()
 
 
+@pytest.mark.long
 def test_finished_runs_of_further_seeds_are_judged(two: Claim, tmp_path: Path) -> None:
     """Of seeds that all rows have: results.json is written anew, and loses none of them."""
     for recipe in recipes(two, "toy", range(2)):
@@ -697,6 +702,7 @@ def test_finished_runs_of_further_seeds_are_judged(two: Claim, tmp_path: Path) -
     assert "judged, too" not in told
 
 
+@pytest.mark.long
 def test_earlier_runs_are_not_trained_again(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
     first, second, screen = tmp_path / "first", tmp_path / "second", console()
     for recipe in recipes(two, "toy", [0]):
@@ -736,6 +742,7 @@ def test_earlier_runs_are_not_trained_again(two: Claim, tmp_path: Path, monkeypa
         reproduce("two", second, seeds=3, earlier=first / PUBLISHED, console=console())
 
 
+@pytest.mark.long
 def test_keys_are_changed_in_all_rows(two: Claim, tmp_path: Path) -> None:
     """The pages say which, and today's recipes are read with the same ones."""
     text = tmp_path / "texts here"
@@ -761,6 +768,7 @@ def test_keys_are_changed_in_all_rows(two: Claim, tmp_path: Path) -> None:
     assert again.runs == made.runs
 
 
+@pytest.mark.long
 def test_results_whose_changed_keys_are_gone_are_of_an_earlier_recipe(two: Claim, tmp_path: Path) -> None:
     for recipe in recipes(two, "toy", [0]):
         finish(recipe, tmp_path)
@@ -772,6 +780,7 @@ def test_results_whose_changed_keys_are_gone_are_of_an_earlier_recipe(two: Claim
     assert "has no key 'train.bacth'" in shown
 
 
+@pytest.mark.long
 def test_earlier_runs_may_have_measured_more(two: Claim, tmp_path: Path) -> None:
     for recipe in recipes(two, "toy", [0]):
         finish(recipe, tmp_path / "out")
@@ -806,6 +815,7 @@ def test_keys_that_all_rows_cannot_share_are_refused(two: Claim, override: str, 
     assert what in str(caught.value)
 
 
+@pytest.mark.long
 def test_pages_say_which_results_are_of_an_earlier_recipe(two: Claim, tmp_path: Path) -> None:
     for recipe in recipes(two, "toy", [0]):
         finish(recipe, tmp_path)
@@ -832,6 +842,7 @@ def test_pages_say_which_results_are_of_an_earlier_recipe(two: Claim, tmp_path: 
     assert "the row is no longer there" in told()[0]
 
 
+@pytest.mark.long
 def test_zero_shot_tasks_are_measured_where_the_harness_is(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
     """With a fake lm_eval, in the processes of the workers, too: all but its own part is ours."""
     for row in two.rows.values():

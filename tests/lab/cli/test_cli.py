@@ -80,6 +80,7 @@ def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
     assert imported(arguments) == []
 
 
+@pytest.mark.long
 def test_the_test_above_can_fail() -> None:
     assert "torch" in imported(["--help"], then="import torch")
 
@@ -369,6 +370,7 @@ def test_a_log_without_room_does_not_end_the_work(monkeypatch: pytest.MonkeyPatc
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "named", "says"),
     [
@@ -386,6 +388,7 @@ def test_names_that_the_locale_cannot_spell(text: str, named: str, says: str, tm
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_results_are_utf8_in_every_locale(trained: Path, tmp_path: Path) -> None:
     """The tables' letters and the files', where the locale has neither."""
     run, out = str(shutil.copytree(trained, tmp_path / "run")), tmp_path / "out"

@@ -49,6 +49,7 @@ def test_classes_are_uniform_and_brightness_tells_nothing() -> None:
         assert abs(means.mean()) < 4 * means.std() / len(means) ** 0.5
 
 
+@pytest.mark.long
 def test_the_nearest_template_finds_the_class() -> None:
     """A known answer without a model: correlation with every glyph, font and place beats chance by
     far.
@@ -204,6 +205,7 @@ def test_an_image_that_is_broken_is_named(folder: Path) -> None:
     assert "cannot be read" in str(load_run(folder / "run", complete=False).error)
 
 
+@pytest.mark.long
 def test_other_images_of_the_same_names_are_another_corpus(folder: Path) -> None:
     before = data.sampled(of_folder(folder), silent).key
     path = folder / "train" / "red" / "0.png"

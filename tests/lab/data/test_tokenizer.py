@@ -39,6 +39,7 @@ def bpe():
     return load_tokenizer("bpe:300", TEXTS)
 
 
+@pytest.mark.long
 @given(st.text())
 @settings(max_examples=200, deadline=None)
 def test_bytes_are_the_bytes(byte, text):

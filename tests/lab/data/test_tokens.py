@@ -310,6 +310,7 @@ def process(tmp_path: Path, what: str) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.long
 def test_killed_in_the_middle_then_two_at_once(make, tmp_path):
     killed = process(tmp_path, "killed")
     out, _ = killed.communicate(timeout=60)

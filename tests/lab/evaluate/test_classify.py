@@ -67,6 +67,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(room, name, value)
 
 
+@pytest.mark.long
 def test_the_run_stays_and_the_mechanism_is_its_own(
     trained: Path, tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +94,7 @@ def test_the_run_stays_and_the_mechanism_is_its_own(
     assert classify(folder) == found  # the same head, order and examples
 
 
+@pytest.mark.long
 def test_a_task_that_can_be_learned_is_learned(
     tmp_path: Path, tiny: Path, short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +115,7 @@ def test_a_task_that_can_be_learned_is_learned(
     assert classify(tmp_path / "run").accuracy > 0.9
 
 
+@pytest.mark.long
 def test_a_study_measures_what_its_recipe_asks_for(tiny: Path, tmp_path: Path, short: None) -> None:
     recipe = load(
         tiny, ["evaluate.also=['attention', 'classification', 'induction', 'passkeys']", "evaluate.lengths='256,512'"]

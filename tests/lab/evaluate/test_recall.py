@@ -58,6 +58,7 @@ def run(runs: dict[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(runs["mqar"], tmp_path / "run"))
 
 
+@pytest.mark.long
 def test_a_model_of_a_task_does_not_go_on_with_a_text(run: Path) -> None:
     written: list[str] = []
     with pytest.raises(LabError, match="on a generated task and not on text; measure it with `softfocus recall RUN`"):
@@ -137,6 +138,7 @@ def test_what_is_measured_is_kept(run: Path) -> None:
     assert len(recall(run, [T], sequences=4).rows) == 1, "rows of another training are not taken over"
 
 
+@pytest.mark.long
 def test_training_on_a_task_resumes_exactly(runs: dict[str, Path], tmp_path: Path) -> None:
     recipe = load("mqar", tiny_task("mqar"))
     with pytest.raises(LabError, match="interrupted"):
@@ -273,6 +275,7 @@ def test_the_command_shows_tables_and_a_figure(run: Path, capsys: pytest.Capture
 TRAINABLE = [name for name in shipped() if name.startswith(("mqar", "passkey"))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*TRAINABLE, pytest.param("repeats", marks=pytest.mark.slow)])  # that tokenises first
 def test_every_recipe_of_a_task_trains(name: str, tmp_path: Path) -> None:
     few = ["train.steps=2", "train.batch=2", "train.warmup=0", "train.log_every=1"]

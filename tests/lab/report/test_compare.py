@@ -32,6 +32,7 @@ def said(console: Console) -> str:
     return console.file.getvalue()
 
 
+@pytest.mark.long
 def test_any_runs_in_one_report(four, tmp_path, quiet):
     folders = [save(entry, tmp_path / entry.info.name) for entry in four]
     report = compare(folders, tmp_path / "out", console=quiet, title="A title")
@@ -146,6 +147,7 @@ def test_a_folder_that_is_not_a_finished_run_is_named_with_the_remedy(four, tmp_
     assert not (tmp_path / "out").exists(), "nothing half-made is left"
 
 
+@pytest.mark.long
 def test_an_evaluation_of_another_training_is_pointed_out(four, tmp_path, quiet):
     folder = save(four[0], tmp_path / "a")
     save_run(folder, four[0].info.model_copy(update={"seed": 7}))
@@ -170,6 +172,7 @@ def test_no_run_or_one_twice(four, tmp_path, quiet):
     assert (folder / RUN).exists()
 
 
+@pytest.mark.long
 def test_an_earlier_comparison_stands_for_its_runs(four, tmp_path, quiet):
     folders = [save(entry, tmp_path / entry.info.name) for entry in four]
     compare(folders[:3], tmp_path / "three", console=quiet)

@@ -400,6 +400,7 @@ class TestFigure:
         assert drawn.get_suptitle().count("\n") > 2
         assert box.x1 < drawn.bbox.width
 
+    @pytest.mark.long
     def test_png_shows_every_run_in_its_colour(self, four, tmp_path):
         path = tmp_path / "figure1.png"
         save_png(figure1(grouped(*four), title="title"), path)
@@ -605,6 +606,7 @@ class TestPage:
 
 
 class TestReport:
+    @pytest.mark.long
     def test_results_json_round_trip(self, four, tmp_path):
         report = build(four, remarks=["a remark"])
         paths = write(report, tmp_path / "new" / "folder")

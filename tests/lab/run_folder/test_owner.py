@@ -119,6 +119,7 @@ def test_what_killed_writers_left_is_cleaned_up(run: Path) -> None:
     assert (run / "notes.txt").exists()
 
 
+@pytest.mark.long
 def test_a_folder_in_use_is_neither_trained_nor_measured(tiny: Path, run: Path) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     with another(run) as process:

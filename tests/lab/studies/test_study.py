@@ -142,6 +142,7 @@ def test_what_is_common_to_all_rows(tmp_path: Path) -> None:
     assert (b.train.steps, b.train.warmup, b.train.batch, b.train.seed) == (5, 1, 16, 3)
 
 
+@pytest.mark.long
 def test_a_study_trains_what_is_left_and_compares_all(two_rows: Path, tmp_path: Path, workers_here: list[str]) -> None:
     out, screen = tmp_path / "out", console()
     *there, left = study.recipes(*study.load(str(two_rows)))
@@ -163,6 +164,7 @@ def test_a_study_trains_what_is_left_and_compares_all(two_rows: Path, tmp_path: 
     assert "4 runs, 0 of them left" in said(second)
 
 
+@pytest.mark.long
 def test_a_row_that_fails_is_named_and_the_others_are_compared(two_rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     finish(study.recipes(*study.load(str(two_rows)))[0], out)
@@ -248,6 +250,7 @@ def test_the_estimate_trains_nothing(two_rows: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_a_study_of_a_task_goes_on_after_a_kill_and_compares_right_answers(
     task: Path, tmp_path: Path, workers_here: list[str]
 ) -> None:

@@ -70,6 +70,7 @@ def work(recipe: Recipe, folder: Path) -> None:
     worker._work(str(folder / f"{recipe.name}.toml"), folder / recipe.name, False, io.StringIO())
 
 
+@pytest.mark.long
 def test_runs_of_a_study_read_the_same_text_whatever_was_evaluated_by_hand(tiny: Path, tmp_path: Path) -> None:
     recipes = [load(tiny, [f"name={name}", f"train.seed={seed}"]) for seed, name in enumerate("ab")]
     for recipe in recipes:
@@ -98,6 +99,7 @@ def test_a_model_without_rope_is_measured_without_its_scalings(tiny: Path, tmp_p
     assert {row.setting.rope for row in load_measured(tmp_path / "a", Evaluation).rows} == {"trained"}
 
 
+@pytest.mark.long
 def test_attention_that_was_measured_on_another_text_is_measured_again(tiny: Path, tmp_path: Path) -> None:
     recipe = load(tiny, ["name=a", "evaluate.also=['attention']"])
     work(recipe, tmp_path)

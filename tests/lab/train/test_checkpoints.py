@@ -166,6 +166,7 @@ def test_what_a_kill_kept_from_being_deleted_goes(tiny: Path, run: Path) -> None
     assert names(run) == {"checkpoint-4", "checkpoint-8"}
 
 
+@pytest.mark.long
 def test_what_the_run_went_back_from_is_not_kept(tiny: Path, run: Path) -> None:
     """Else it would be one of the two, and the whole one before it would go."""
     remove(run / CHECKPOINTS / "checkpoint-8" / "optimizer.pt")
@@ -235,6 +236,7 @@ def test_a_damaged_configuration_is_named(text: str, trained: Path, tmp_path: Pa
         evaluate(run, [32], tokens=64)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and limits the size of files as Linux does")
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.soak)])
 def test_killed_anywhere_a_run_ends_with_the_same_weights(kills: int, tiny: Path, tmp_path: Path) -> None:

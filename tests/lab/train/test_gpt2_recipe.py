@@ -98,6 +98,7 @@ def test_other_claims_at_the_scale_gpt2_run_from_shards(
         assert (run.classification is not None) == (name == "laser-classification")
 
 
+@pytest.mark.long
 def test_a_claim_at_the_scale_gpt2_runs_from_shards_to_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers_here: list[str]
 ) -> None:

@@ -65,6 +65,7 @@ def test_steps_of_lamb_are_the_papers(tiny: Path, tmp_path: Path) -> None:
     assert [loss for _, loss in info.train_loss] == pytest.approx(by_hand(recipe), rel=1e-3)
 
 
+@pytest.mark.long
 def test_a_resumed_run_of_lamb_is_the_same(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("pytorch_optimizer")
     recipe = load(tiny, LAMB)

@@ -621,6 +621,7 @@ def test_bf16_and_other_architectures(tiny: Path, tmp_path: Path) -> None:
     assert any("head_scale" in name for name in weights(tmp_path / "run"))
 
 
+@pytest.mark.long
 def test_two_processes_are_one(tiny: Path, trained: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command += ["-m", "softfocus.lab", "train", str(tiny), "--out", str(tmp_path / "run")]
@@ -648,6 +649,7 @@ def node(rank: int, port: int, arguments: list[str], patience: int, log: Path) -
         return subprocess.Popen([sys.executable, "-c", code, *arguments], env=os.environ | environment, stderr=file)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "patience"),
     [(signal.SIGKILL, 600), pytest.param(signal.SIGSTOP, 60, marks=pytest.mark.slow)],  # that waits for so many seconds
