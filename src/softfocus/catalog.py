@@ -247,7 +247,8 @@ def register(name: str, mechanism: Mechanism, *, note: str = "", learned: Mappin
             one in the catalogue must learn the same, and so must combinations of it.
 
     Returns:
-        The new entry of the catalogue; the old one where this very mechanism has that name already.
+        The new entry of the catalogue; the old one where an equal entry was registered already:
+        with that name, mechanism, note and initial values.
 
     Raises:
         ValueError: a name that is taken or does not parse, or initial values that do not fit.

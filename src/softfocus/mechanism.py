@@ -160,7 +160,10 @@ class Mechanism:
         score = " * ".join([*factors, "q.k" if self.similarity == "dot" else "cos(q,k)"])
         if self.score_bias != "0":
             score += f" - {self.score_bias[1:]}"
-        weights = score if self.phi == "identity" else f"{self.phi}({score})"
+        if self.phi != "identity":
+            weights = f"{self.phi}({score})"
+        else:
+            weights = score if self.score_bias == "0" or self.normaliser == "l1" else f"({score})"
         weights = {"l1": f"l1({weights})", "none": weights}.get(self.normaliser, f"{weights} * {self.normaliser}")
         if self.power is not None:
             weights = f"l1(relu({weights} * N - 1)^{self.power:g})"

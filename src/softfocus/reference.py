@@ -40,7 +40,8 @@ def base_scale(mechanism: Mechanism, scale: float, count: Tensor) -> Tensor:
 def score_bias(mechanism: Mechanism, count: Tensor, key_length: int) -> Tensor | float:
     """What is added to every score of a row: sigmoid attention's term."""
     log_n = count.clamp(min=1.0).log()
-    terms: dict[str, Tensor | float] = {"0": 0.0, "-log(N)": -log_n, "-log(L)": -math.log(max(key_length, 1))}
+    log_l = count.new_ones(()).mul(max(key_length, 1)).log()  # math.log would fix the length of a trace
+    terms: dict[str, Tensor | float] = {"0": 0.0, "-log(N)": -log_n, "-log(L)": -log_l}
     return terms[mechanism.score_bias]
 
 
@@ -208,9 +209,10 @@ def reweight(
     base = torch.where(zero, 1.0, u)  # 0^p has no usable derivative in p, nor in u at p = 1
     r = torch.where(zero, 0.0, base**power)
     power_sum = torch.where(tied, 1.0, r.sum(-1, keepdim=True))
-    if log_weights is not None and u.size(-1):
+    if log_weights is not None:
         # Where o is 0, log u is log A plus a constant of the row, and u may underflow
-        highest = log_weights.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(u.dtype).min)
+        highest = log_weights.detach().amax(-1, keepdim=True) if u.size(-1) else u.new_zeros(count.shape)
+        highest = highest.clamp(min=torch.finfo(u.dtype).min)
         log_u = torch.where(threshold_on > 0, base.log(), log_weights - highest)
         zero = torch.where(threshold_on > 0, zero, log_weights == -math.inf)
         log_r = torch.where(zero, -math.inf, power * torch.where(zero, 0.0, log_u) - power_sum.log())

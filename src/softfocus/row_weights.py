@@ -94,9 +94,12 @@ def blocks(
     chosen = validation.rows_of(rows, call.query)
     batch, heads, _, _ = call.query.shape
     key_length, bias = call.visibility.key_length, call.bias
-    weights_per_row = max(1, batch * heads * key_length)
-    for block_rows in chosen.split(max(1, BLOCK_ELEMENTS // weights_per_row)):
-        visible = call.visibility.of_rows(block_rows).expand(batch, heads, len(block_rows), key_length)
+    if torch.compiler.is_compiling():  # a number of blocks would fix the lengths of the trace
+        parts: tuple[Tensor, ...] = (chosen,)
+    else:
+        parts = chosen.split(max(1, BLOCK_ELEMENTS // max(1, batch * heads * key_length)))
+    for block_rows in parts:
+        visible = call.visibility.of_rows(block_rows).expand(batch, heads, block_rows.size(0), key_length)
         part = call._replace(
             query=call.query[:, :, block_rows],
             bias=bias if bias is None or bias.size(-2) == 1 else bias[..., block_rows, :],

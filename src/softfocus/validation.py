@@ -59,8 +59,6 @@ def check_tensors(
     key_name, value_name = names
     for name, x in (("query", query), (key_name, key), (value_name, value)):
         check_class(name, x)
-        if x.layout is not torch.strided:
-            raise TypeError(f"{name}: got layout {x.layout}, expected torch.strided; call .to_dense() first")
         if x.dim() != 4:
             raise ValueError(
                 f"{name}: got shape {_shape(x)}, expected four dimensions "
@@ -114,22 +112,22 @@ _INSTEAD = {
 
 
 def check_class(name: str, x: object) -> None:
-    """A plain tensor. A subclass may mean something else by its memory, and torch would not
+    """A plain, dense tensor. A subclass may mean something else by its memory, and torch would not
     object.
     """
     kind = type(x)
-    if kind in (Tensor, torch.nn.Parameter):
-        assert isinstance(x, Tensor)
-        if x.is_nested:
-            raise TypeError(f"{name}: got a nested tensor, expected a dense one; {_INSTEAD['NestedTensor']}")
-        return
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {kind.__name__}, expected a torch.Tensor")
-    if not kind.__module__.startswith(_TRACERS):
+    if kind in (Tensor, torch.nn.Parameter):
+        if x.is_nested:
+            raise TypeError(f"{name}: got a nested tensor, expected a dense one; {_INSTEAD['NestedTensor']}")
+    elif not kind.__module__.startswith(_TRACERS):
         instead = _INSTEAD.get(kind.__name__, "pass .as_subclass(torch.Tensor) if its memory holds its numbers")
         raise TypeError(
             f"{name}: got a {kind.__module__}.{kind.__qualname__}, expected a plain torch.Tensor; {instead}"
         )
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name}: got layout {x.layout}, expected torch.strided; call .to_dense() first")
 
 
 def causal_bias(attn_mask: object, query: Tensor, key: Tensor) -> str | None:
@@ -300,7 +298,7 @@ def window_of(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int
         if not (
             isinstance(window_size, tuple | list)
             and len(window_size) == 2
-            and all(isinstance(n, int) and not isinstance(n, bool) and n >= -1 for n in window_size)
+            and all(isinstance(n, int | torch.SymInt) and not isinstance(n, bool) and n >= -1 for n in window_size)
         ):
             raise ValueError(
                 f"window_size: got {window_size!r}, expected (left, right): how many keys on each side of its own "

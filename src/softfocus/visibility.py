@@ -79,7 +79,7 @@ class Visibility:
         """
         positions = (rows + self.offset)[:, None]
         columns = torch.arange(self.key_length, device=rows.device)
-        parts = [torch.ones(1, 1, len(rows), self.key_length, dtype=torch.bool, device=rows.device)]
+        parts = [torch.ones(1, 1, rows.size(0), self.key_length, dtype=torch.bool, device=rows.device)]
         if self.left != UNLIMITED:
             parts.append(columns >= positions - self.left)
         if self.right != UNLIMITED:
@@ -175,13 +175,15 @@ def document_ids_from_lengths(lengths: Tensor | Sequence[int], total: int | None
     if total is not None and (isinstance(total, bool) or not isinstance(total, int | torch.SymInt)):
         raise ValueError(f"total: got {total!r}, expected the number of tokens")
     try:
-        lengths = torch.as_tensor(lengths)
+        if not isinstance(lengths, Tensor):  # as_tensor would move one to torch's default device
+            lengths = torch.as_tensor(lengths)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"lengths: got {lengths!r}, expected integers [documents]: {error}") from None
     if lengths.dim() != 1:
         raise ValueError(f"lengths: got shape {list(lengths.shape)}, expected [documents]: one number for each")
     if lengths.numel() and (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
         raise ValueError(f"lengths: got {lengths.dtype}, expected integers: how many tokens each document has")
+    lengths = lengths.long()
     # On a GPU the answer would have to be waited for
     if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
         if bool((lengths < 0).any()):

@@ -67,6 +67,7 @@ def test_compiled_fullgraph_equals_eager(case, backend):
         assert torch.equal(a, b)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "compiler"),
     [
@@ -91,14 +92,49 @@ print("fine", bool(q.grad.isfinite().all()))
     assert done.stdout.strip() == "fine True", done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "tiled"])
-def test_lengths_can_be_dynamic(backend):
+@pytest.mark.parametrize("mechanism", ["lssar", "sigmoid_log_l"])  # which has the length itself in its scores
+@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
+def test_lengths_can_be_dynamic(backend, mechanism):
     torch.compiler.reset()
     compiled = torch.compile(softfocus.attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    arguments = {"is_causal": True, "mechanism": "lssar", "backend": backend}
+    arguments = {"is_causal": True, "mechanism": mechanism, "backend": backend}
     for length in (5, 9, 70):
         inputs = [torch.randn(1, 2, length, 8) for _ in range(3)]
         assert torch.equal(compiled(*inputs, **arguments), softfocus.attention(*inputs, **arguments))
+
+
+LENGTH = torch.export.Dim("length", min=2, max=512)
+
+
+class Weights(torch.nn.Module):
+    def forward(self, x):
+        return softfocus.weights(x, x, is_causal=True, mechanism="lssar")
+
+
+class HalfWindow(torch.nn.Module):
+    def forward(self, x):
+        return softfocus.attention(x, x, x, window_size=(x.size(2) // 2, 0), mechanism="softmax")
+
+
+class WithWeights(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = softfocus.nn.MultiheadAttention(8, 2, batch_first=True, mechanism="softmax")
+
+    def forward(self, x):
+        return torch.cat(self.attention(x[0], x[0], x[0]), -1)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("made", [Weights, HalfWindow, WithWeights])
+def test_what_is_exported_takes_other_lengths(made, strict):
+    module = made().eval()
+    exported = torch.export.export(
+        module, (torch.randn(1, 2, 6, 8),), dynamic_shapes={"x": {2: LENGTH}}, strict=strict
+    ).module()
+    for length in (3, 70):
+        x = torch.randn(1, 2, length, 8)
+        torch.testing.assert_close(exported(x), module(x))
 
 
 @pytest.mark.parametrize("name", ["attn_mask", "bias"])
@@ -113,6 +149,7 @@ def test_a_mask_may_come_after_the_lengths_became_dynamic(name):
         assert torch.equal(compiled(*inputs, **arguments), softfocus.attention(*inputs, **arguments))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_the_scale_may_vary(dynamic):
     torch.compiler.reset()
@@ -124,6 +161,7 @@ def test_the_scale_may_vary(dynamic):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_the_scale_of_softmax_compiles_with_its_warning(dynamic, monkeypatch):
     monkeypatch.setattr(validation, "_warned_of_scale", False)

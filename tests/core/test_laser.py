@@ -228,3 +228,10 @@ def test_exact_rows_among_ordinary_ones():
         results.append([out.detach(), *torch.autograd.grad(out, leaves, above.to(dtype))])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=2e-4 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
+def test_without_keys_the_powers_gradient_is_zero(backend):
+    query, key, power = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 0, 4), torch.full((2,), 2.5, requires_grad=True)
+    attention(query, key, key, mechanism="laser_lssar", power=power, backend=backend).sum().backward()
+    assert torch.equal(power.grad, torch.zeros(2))

@@ -260,6 +260,10 @@ def test_prints_as_the_equation():
     assert "^7.5" in str(sharpened(Mechanism(), 7.5))
     assert str(named("laser")).endswith("out = log(A exp(V))")
     assert str(named("sigmoid_log_l")) == "A = sigmoid(1/sqrt(d) * q.k - log(L));  out = A V"
+    biased = Mechanism(phi="identity", score_bias="-log(N)", normaliser="1/N")
+    assert str(biased) == "A = (1/sqrt(d) * q.k - log(N)) * 1/N;  out = A V"
+    negated = biased.replace(normaliser="none", post="negate")
+    assert str(negated) == "A = -(1/sqrt(d) * q.k - log(N));  out = A V"
     assert str(named("relu_shen")) == "A = relu(1/sqrt(d) * q.k) * 1/sqrt(N/2);  out = A V"
     assert str(named("scenario_i")) == "A = 1/sqrt(d) * q.k;  out = A V"
     assert str(named("softmax_negated")).startswith("A = -l1(exp(")

@@ -219,6 +219,15 @@ def test_a_subclass_of_tensor_is_refused_by_name(name):
         assert attention(**tensors(**{name: torch.nn.Parameter(SUBCLASSED[name])})).shape == (B, H, LQ, DV)
 
 
+@pytest.mark.parametrize("name", ["query", "key", "attn_mask", "key_mask", "bias", "head_scale"])
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+def test_sparse_tensors_are_refused(name, backend):
+    with pytest.raises(
+        TypeError, match=f"^{name}: got layout torch.sparse_coo, expected torch.strided; call .to_dense"
+    ):
+        attention(**tensors(**{name: SUBCLASSED[name].to_sparse()}), backend=backend)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensors_that_are_not_one_block_of_memory_are_refused_with_what_to_do(tmp_path):
     from torch.distributed import destroy_process_group, init_process_group

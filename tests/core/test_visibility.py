@@ -202,6 +202,19 @@ def test_a_total_that_does_not_fit_is_refused(total, says):
         document_ids_from_lengths([3, 2], total=total)
 
 
+def test_lengths_stay_on_their_device():
+    lengths = torch.tensor([2, 3])
+    with torch.device("meta"):  # torch's default device
+        ids = document_ids_from_lengths(lengths, 5)
+    assert ids.device == CPU
+    assert ids.tolist() == [[0, 0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.uint32])
+def test_lengths_are_integers_of_any_kind(dtype):
+    assert document_ids_from_lengths(torch.tensor([2, 3], dtype=dtype)).tolist() == [[0, 0, 1, 1, 1]]
+
+
 def test_document_ids_from_cumulative_lengths():
     cu_seqlens = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     assert document_ids_from_lengths(cu_seqlens.diff()).tolist() == [[0, 0, 2, 2, 2]]
