@@ -81,14 +81,14 @@ def by_seed(study: str, label: str, at: tuple[float, str]) -> dict[int, float]:
     return dict(zip((one.seed for one in group.evaluations), cell(group, *at).values, strict=True))
 
 
-def encoder_rates(model: str) -> dict[str, list[Cell]]:
-    """Softmax's and LASER's error rate at half the claim's learning rate, at that rate, at twice
-    that rate, and, where it was tried, at four times that rate.
+def encoder_rates(model: str, qk_norm: bool = False) -> dict[str, list[Cell]]:
+    """Softmax's and LASER's error rate, both with QK-norm or both without, at half the claim's
+    learning rate, at that rate, at twice that rate, and, where it was tried, at four times it.
     """
-    swept, own = by_row(f"{model}-learning-rates"), claim(f"laser-{model}")
+    swept, own = by_row(f"{model}-learning-rates"), claim(f"laser-{model}" + ("-qk-norm" if qk_norm else ""))
     groups = {
         row: [swept[f"{row}-half"], own.group(f"{model}_{row}"), swept[f"{row}-twice"], swept.get(f"{row}-four-times")]
-        for row in ("softmax", "laser")
+        for row in (("qk_norm", "qk_norm_laser") if qk_norm else ("softmax", "laser"))
     }
     return {row: [cell(group, 1.0, "error rate") for group in some if group] for row, some in groups.items()}
 

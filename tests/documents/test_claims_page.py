@@ -82,13 +82,17 @@ def rates_of_laser() -> str:
 def encoder_table() -> str:
     rows = []
     for model, name in ENCODERS.items():
-        for row, cells in encoder_rates(model).items():
+        found = encoder_rates(model) | (encoder_rates(model, qk_norm=True) if model == "vit" else {})
+        for row, cells in found.items():
             rates = [f"{one.loss:.1%} ± {one.spread:.1%}" for one in cells]
-            rows.append([f"{name}, {row.replace('laser', 'LASER')}", *rates, *[""] * (4 - len(rates))])
+            rows.append([f"{name}, {ENCODER_ROWS[row]}", *rates, *[""] * (4 - len(rates))])
     return table(["error rate", "1e-3", "2e-3", "4e-3", "8e-3"], rows).replace("%", " %")
 
 
 ENCODERS = {"vit": "ViT", "bert": "BERT", "conformer": "Conformer"}
+ENCODER_ROWS = {
+    "softmax": "softmax", "laser": "LASER", "qk_norm": "softmax and QK-norm", "qk_norm_laser": "LASER and QK-norm",
+}  # fmt: skip
 TABLES = {
     "toy_rates": toy_table, "table_rates": rates_of_tables, "encoder_rates": encoder_table,
     "laser_rates": rates_of_laser,
@@ -171,6 +175,27 @@ def test_what_laser_gains_at_the_best_rates_is_the_measured_one():
             assert all(cells[3].loss > cells[2].loss for cells in rates.values()), "worse at 8e-3"
             assert f"ViT's lead is {100 * leads[3]:.1f} points" in TEXT or model == "bert"
         assert (softmax, laser) == (rates["softmax"][1], rates["laser"][1 if model == "conformer" else 2])
+
+
+def test_what_qk_norm_gains_at_the_best_rates_is_the_measured_one():
+    def best(cells):
+        return min(cells, key=lambda one: one.loss)
+
+    normed, plain = encoder_rates("vit", qk_norm=True), encoder_rates("vit")
+    assert all(
+        ours.loss < softmax.loss for ours, softmax in zip(normed["qk_norm_laser"], normed["qk_norm"], strict=True)
+    )
+    assert all(with_it.loss > without.loss for with_it, without in zip(normed["qk_norm_laser"], plain["laser"]))
+    ours = best(normed["qk_norm_laser"])
+    found = [ours.minus(rival) for rival in (best(normed["qk_norm"]), best(plain["laser"]))]
+    points = [
+        f"{100 * one.value:+.1f} ± {100 * one.standard_error:.1f}" + ("" if one.sure else ", inconclusive")
+        for one in found
+    ]
+    assert (
+        f"LASER's error rate with QK-norm less softmax's with it is {points[0]} percentage points, each at its best of "
+        f"three rates. LASER's with QK-norm less LASER's without it is {points[1]}." in TEXT
+    )
 
 
 def test_the_numbers_in_the_shifts_note_are_the_measured_ones():
