@@ -185,7 +185,10 @@ def test_what_qk_norm_gains_at_the_best_rates_is_the_measured_one():
     assert all(
         ours.loss < softmax.loss for ours, softmax in zip(normed["qk_norm_laser"], normed["qk_norm"], strict=True)
     )
-    assert all(with_it.loss > without.loss for with_it, without in zip(normed["qk_norm_laser"], plain["laser"]))
+    assert all(
+        with_it.loss > without.loss
+        for with_it, without in zip(normed["qk_norm_laser"], plain["laser"][:3], strict=True)
+    )
     ours = best(normed["qk_norm_laser"])
     found = [ours.minus(rival) for rival in (best(normed["qk_norm"]), best(plain["laser"]))]
     points = [
