@@ -1,5 +1,8 @@
 """docs/claims.md on why claims of the softplus paper fail: it shows the committed results."""
 
+from collections import defaultdict
+from statistics import fmean
+
 from softfocus.lab.report.points import Group, cell
 
 from .committed import FAR, HERE, ROOT, by_row, claim, disturbed, of_seeds
@@ -115,3 +118,16 @@ def test_what_is_said_of_lssa_with_powers_is_the_measured_one():
     assert lowest < far["2"]
     assert f"There p = 3, which the claim has, is lower still, {lowest:.3f}." in TEXT
     assert f"p = 2 has the lowest of these losses, {far['2']:.3f} in place of {far[None]:.3f}." in TEXT
+
+
+def test_what_is_said_of_models_run_with_a_power_is_measured():
+    """Mean losses at 16 times the length, without NTK scaling."""
+    for scale, length, large in (("toy", 1024, False), ("small", 8192, True)):
+        for row, powers in {"softmax": ("softmax_p3", "softmax_p15"), "lssa": ("lssar_p3", "lssar")}.items():
+            losses = defaultdict(list)
+            for each in (one for run in claim("softplus-post-hoc", scale).group(row).evaluations for one in run.rows):
+                if each.length == length and each.setting.rope == "trained":
+                    losses["window" if each.setting.window else each.setting.mechanism].append(each.loss)
+            three, fifteen = (fmean(losses[power]) for power in powers)
+            assert fmean(losses["window"]) < three < fmean(losses[None])
+            assert (fifteen > fmean(losses[None])) == large

@@ -6,6 +6,7 @@ Over 400 lines: one page, whose tables and sentences share their readers.
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 
 import pytest
@@ -122,7 +123,9 @@ def around() -> str:
 
 RECALLED = {
     f"{OURS}-half": "`demo-global-heads`, 5e-4",
+    "lssar-nope-half": "LSSAR, p = 31 annealed, in the global heads, 5e-4",
     "softmax-nope-half": "softmax in the global heads, 5e-4",
+    "all-softmax-nope-half": "softmax in every head of the layout, 5e-4",
     f"{OURS}-start-half": "`demo-global-heads`, from initial weights as large as the demo's, 5e-4",
     OURS: "`demo-global-heads`",
     f"{OURS}-four": "the same with four heads in a layer, two of them global",
@@ -152,7 +155,7 @@ def test_what_is_said_of_recall_is_measured():
         assert all(found[seed][1024, False] > 0.93 for seed in learned[label])
         others = learned[label] if label != "softmax-nope-half" else {0, 2}
         assert all(found[seed][1024, False] > 0.99 and found[seed][1024, True] > 0.5 for seed in others)
-    every = [set(range(8)), {0, 1, 2}, set(), {0, 2}, {0, 2}, {0, 2}, set(), {2}, set(), {2}]
+    every = [set(range(8)), {0, 1, 2}, {0, 1, 2}, {2}, set(), {0, 2}, {0, 2}, {0, 2}, set(), {2}, set(), {2}]
     assert list(learned.values()) == every
     starts = [row for row in recalls("recall-global-heads") if row.startswith(f"{OURS}-start")]
     from_the_start = [one for row in starts for one in accuracies(recalls("recall-global-heads")[row])]
@@ -163,6 +166,13 @@ def test_what_is_said_of_recall_is_measured():
     assert f"it finds at least {math.floor(1000 * least) / 10:.1f} % of the keys at every length, with filler" in TEXT
     softmax = [one[1024, True] for one in accuracies(recalls("recall-global-heads")["softmax-nope-half"])]
     assert "finds {:.2f}, {:.2f} and {:.2f} among 16 times as many pairs".format(*softmax) in TEXT
+    lssar = accuracies(recalls("recall-global-heads")["lssar-nope-half"])
+    least = math.floor(1000 * min(min(one.values()) for one in lssar)) / 10
+    assert f"at least {least:.1f} % of the keys at every length, too" in TEXT
+    every_head = accuracies(recalls("recall-global-heads")["all-softmax-nope-half"])
+    text = "Its three seeds find {:.2f}, {:.2f} and {:.2f} among filler at 16 times the length, and {:.2f}, {:.2f} and"
+    far = [one[1024, pairs] for pairs in (False, True) for one in every_head]
+    assert f"{text} {{:.2f}} among 16 times as many pairs.".format(*far) in TEXT
     ours, longer, softmax = (
         [one for one in accuracies(recalls("recall-global-heads")[label]) if one[64, False] > 0.5]
         for label in (OURS, f"{OURS}-longer", "softmax-nope-longer")
@@ -219,9 +229,11 @@ def other_sizes() -> str:
 
 
 BPE = {
-    "Softmax": "Softmax in every layer",
+    "softmax": "Softmax in every layer",
+    "softmax-start": "the same from 0.09",
     "laser-lssa-local": "LASER over LSSA, every other layer local",
     "all-softmax-nope": "softmax in every head of the layout",
+    "all-softmax-nope-start": "the same from 0.09",
     "global-heads": "`demo-global-heads`",
     "global-heads-start": "the same from 0.09",
 }
@@ -229,14 +241,14 @@ BPE = {
 
 def bpe_longer() -> str:
     """Losses on a BPE after four times the steps, and differences from Softmax."""
-    by, rows = of_seeds(by_label("bpe-longer"), {0}), []
+    by, rows = by_row("bpe-longer"), []
     for label, name in BPE.items():
         leads = ["", ""]
-        if label != "Softmax":
-            leads = [said(minus(by, label, "Softmax", *pair)) for pair in ((HERE, HERE), (FAR, WINDOWED))]
-        rows.append([name, *shown_losses(by[label]), *leads])
+        if label != "softmax":
+            leads = [said(beside(by, label, "softmax", *pair)) for pair in ((HERE, HERE), (FAR, WINDOWED))]
+        rows.append([name, str(len(by[label].evaluations)), *shown_losses(by[label]), *leads])
     against = "1x, minus Softmax", "16x, as trained, minus Softmax with the window"
-    return table(["4,400 steps, seed 0", *COLUMNS, *against], rows)
+    return table(["4,400 steps", "seeds", *COLUMNS, *against], rows)
 
 
 def trained_on() -> dict[str, tuple[str, int, Group]]:
@@ -488,28 +500,55 @@ def test_what_is_said_of_bpe_is_measured():
         text = " ".join((ROOT / name).read_text().split())
         assert shown(near).removeprefix("-") in text
     start = loss("bpe-demo-start", "softmax-s0"), loss("bpe", "softmax-s0")
-    assert "{:.3f}](results/bpe-demo-start/results.json) in place of {:.3f} (seed 0).".format(*start) in TEXT
+    assert "{:.3f}](results/bpe-demo-start/results.json) in place of {:.3f} (all with seed 0).".format(*start) in TEXT
+    at = partial(loss, "learning-rates-bpe")
+    ours = [at(f"laser-lssa-local-{rate}-s0") for rate in ("start", "half", "twice")]
+    found = ours[0], loss("bpe", "laser-lssa-local-s0"), *ours[1:]
+    text = "has [{:.3f}](results/learning-rates-bpe/results.json) in place of {:.3f}. From 0.02 it has"
+    assert (text + " {:.3f} at half the rate, and {:.3f} at twice.").format(*found) in TEXT
 
 
 def test_what_is_said_of_longer_training_on_a_bpe_is_measured():
-    by, ours, layout = by_label("bpe-longer"), "global-heads", "all-softmax-nope"
-    better = "global-heads-start"
-    both = [cell(by[better], *at).values for at in (HERE, FAR)]
-    assert "With seed 1 they have {:.3f} and {:.3f}.".format(*(values[1] for values in both)) in TEXT
-    leads = [beside(by, better, "Softmax", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
-    assert all(one.sure for one in leads)
-    near, far = (shown(one).removeprefix("-") for one in leads)
-    assert f"below Softmax by {near} at the training length and, at 16 times it, as trained, below" in TEXT
-    assert f"below Softmax with a window by {far}." in TEXT
+    by, ours, layout = by_row("bpe-longer"), "global-heads", "all-softmax-nope"
+    better, rival = "global-heads-start", "all-softmax-nope-start"
+    assert all([one.seed for one in by[row].evaluations] == [0, 1, 2] for row in (better, rival, "softmax"))
+    losses = {row: [cell(by[row], *at).values for at in (HERE, FAR, WINDOWED)] for row in (better, rival, "softmax")}
+    leads = [
+        [f"{softmax - mine:.3f}" for mine, softmax in zip(losses[better][mine_at], losses["softmax"][at], strict=True)]
+        for mine_at, at in ((0, 0), (1, 2))
+    ]
+    near, far = ("{}, {} and {}".format(*lead) for lead in leads)
+    text = f"by {near} at the training length and, at 16 times it, as trained, below Softmax with a window by {far}."
+    assert text in TEXT
+    spread = max(losses["softmax"][0]) - min(losses["softmax"][0])
+    assert f"Softmax's own seeds differ by {spread:.3f}, so" in TEXT
+    assert not any(beside(by, better, "softmax", *pair).sure for pair in ((HERE, HERE), (FAR, WINDOWED)))
     assert beside(by, better, "laser-lssa-local").sure
-    assert not minus(by, better, better, FAR, WINDOWED).sure
     first, limits = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/limitations.md"))
-    assert f"they are below it by {near}, and at 16x by {far};" in first
-    assert f"it is below by {near}, and at 16 times the length by {far} (one seed;" in limits
-    own = said(minus(by, better, better, FAR, WINDOWED)).replace(", inconclusive", "")
-    assert f"minus themselves with a window, they have {own} at 16 times the length, inconclusive" in TEXT
-    assert not minus(by, ours, "Softmax").sure
-    assert not minus(by, ours, "Softmax", FAR, WINDOWED).sure
+    near, far = (f"{min(lead)} to {max(lead)}" for lead in leads)
+    text = f"with each of three seeds, by {near}, and at 16x by {far}; the seeds of Softmax differ by {spread:.3f}"
+    assert text in first
+    assert f"with each of three seeds, by {near}, and at 16 times the length by {far};" in limits
+    level, sure = (minus(by, better, rival, at) for at in (HERE, FAR))
+    assert sure.sure
+    assert not level.sure
+    assert (
+        f"as trained at 16 times the length, by {shown(sure).removeprefix('-')}, and with each of three seeds" in TEXT
+    )
+    assert f"at the training length, by {shown(level).removeprefix('-')}, which is inconclusive." in TEXT
+    for mine, its in ((better, rival), (rival, "softmax")):
+        assert all(one < other for one, other in zip(losses[mine][0], losses[its][0], strict=True))
+    assert not any(minus(by, rival, "softmax", *pair).sure for pair in ((HERE, HERE), (FAR, WINDOWED)))
+    own, its = (minus(by, row, row, FAR, WINDOWED) for row in (better, rival))
+    assert not own.sure
+    assert its.sure
+    assert f"global heads have {shown(own)} at 16 times the length, inconclusive." in TEXT
+    assert f"Softmax in every head has {said(its)}: far keys raise its loss." in TEXT
+    starts = {row: (by[f"{row}-start"], by[row]) for row in ("softmax", ours, layout)}
+    higher = {row: cell(both[0], *HERE).values[0] > cell(both[1], *HERE).values[0] for row, both in starts.items()}
+    assert higher == {"softmax": True, ours: False, layout: False}
+    assert not beside(by, ours, "softmax").sure
+    assert not beside(by, ours, "softmax", FAR, WINDOWED).sure
     own = minus(by, ours, ours, WINDOWED, FAR)
     assert own.sure
     assert f"It is below itself with a window by {shown(own)}." in TEXT

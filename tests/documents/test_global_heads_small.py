@@ -309,8 +309,10 @@ def by_size() -> dict[str, tuple[dict[str, Group], str]]:
     bpe, swept = by_label("layouts-bpe-tuned", "bpe"), by_row("learning-rates-bpe")
     started = {"Softmax": bpe["Softmax"], "all-softmax-nope": swept["all-softmax-nope-start"]}
     started["global-heads-start"] = swept["global-heads-start"]
-    longer = by_label("bpe-longer")
-    layout = longer.pop("all-softmax-nope")  # from 0.02 alone
+    longer = by_row("bpe-longer")
+    longer["Softmax"] = longer["softmax"]
+    layout = longer["all-softmax-nope"]  # from 0.02
+    longer["all-softmax-nope"] = longer["all-softmax-nope-start"]
     return {
         "0.8 M parameters, 128 bytes, 1,100 steps": (by_label("layouts", "global-heads"), "cosine-nope"),
         "3.2 M, 128 bytes, 1,100 steps": (larger(), "global-heads"),
@@ -328,7 +330,7 @@ def sizes() -> str:
     rows = []
     for name, (by, ours) in by_size().items():
         leads = [
-            said(beside(by, ours, rival, *pair)) if rival in by else "not trained from 0.09"
+            said(beside(by, ours, rival, *pair))
             for rival, pairs in (
                 ("Softmax", ((HERE, HERE), (FAR, WINDOWED))),
                 ("all-softmax-nope", ((HERE, HERE), (FAR, FAR))),
@@ -352,7 +354,7 @@ def test_what_readme_says_of_the_mechanisms_share_is_measured():
             assert beside(by, ours, "all-softmax-nope", at, at).value / whole > 0.4, "about half or more"
         sure.append(beside(by, "all-softmax-nope", "Softmax").sure)
     assert sure == [False, False, True, True], "the layout's part at the training length"
-    alone = beside(by_label("bpe-longer"), "all-softmax-nope", "Softmax")
+    alone = beside(by_row("bpe-longer"), "all-softmax-nope", "softmax")
     assert alone.sure
     assert f"softmax in the layout is above Softmax by {shown(alone)} after 4,400 steps (one seed)" in text
     by, _ours = by_size()["1.3 M, the same BPE, from weights of 0.02, 1,100 steps"]

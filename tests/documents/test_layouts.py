@@ -553,7 +553,7 @@ def length_512() -> str:
     names = {
         "Softmax": "Softmax", "local-softmax": "softmax, every other layer local",
         "laser-lssa-local": "LASER over LSSA, every other layer local",
-        "laser-lssa-local-64": "the same, windows of 64",
+        "laser-lssa-local-64": "the same, windows of 64", "global-heads": "global heads",
     }  # fmt: skip
     rows = []
     for label, name in names.items():
@@ -597,6 +597,7 @@ def test_what_is_said_of_512_tokens_is_measured():
     by, at = by_label("layouts-512"), partial(loss, "layouts-512")
     assert all(at(f"laser-lssa-local-s{n}", 512) > at(f"softmax-s{n}", 512) for n in (0, 1, 2))
     assert not any(minus(by, row, "Softmax").sure for row in by if row != "Softmax")
+    assert sum(at(f"global-heads-s{n}", 512) < at(f"softmax-s{n}", 512) for n in (0, 1, 2)) == 2
     short = cell(by_label("layouts-bpe-tuned")["Softmax"], *HERE)
     here = cell(by["Softmax"], *HERE)
     assert f"Softmax has {here.loss:.3f} here and {short.loss:.3f} at 128 tokens" in TEXT

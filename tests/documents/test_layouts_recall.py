@@ -54,6 +54,7 @@ def passkey_table() -> str:
         "Softmax": "softmax", "window": "softmax, evaluated with a window of 128",
         "cosine_log_n": "cosine softmax, log N", "ssmax": "SSMax", "LASER": "LASER",
         "sharpened(lssa, 3)": "LSSAR, p = 3", "sharpened(lssa, 7)": "LSSAR, p = 7", "LSSAR": "LSSAR, p = 15",
+        "LSSA": "LSSA",
         "softmax-nope": "softmax, window of 16; then softmax without RoPE",
         "lssa-nope": "softmax, window of 16; then LSSA without RoPE",
         "lssar-nope": "softmax, window of 16; then LSSAR without RoPE",
@@ -94,6 +95,7 @@ def test_what_is_said_of_recall_holds_for_every_seed():
     others = {
         "cosine-short-rope": "cosine softmax", "ssmax-short-rope": "SSMax", "lssar-short-rope": "LSSAR with p = 31",
         "laser-short-rope": "LASER", "lssar-7-short-rope": "LSSAR with p = 7",
+        "lssar-15-short-rope": "LSSAR with p = 15",
     }  # fmt: skip
     assert set(others) == {label for label in short if learned[label]} - {"softmax-short-rope"}
     far = {label: [seed[4096, True] for seed in by[label]] for label in others}
