@@ -292,6 +292,73 @@ def powers() -> str:
     return table(["seed 0", *COLUMNS, "1x, minus `demo-hybrid`", "16x, as trained, minus it"], rows)
 
 
+CANDIDATES = {
+    "lssa-hybrid": {
+        "h-p31-laser": "with LASER in all layers",
+        "h-window-32": "local windows of 32",
+        "h-one-global": "one global layer, the last",
+        "h-base-100000": "all of RoPE, base 100,000, in the global layers",
+        "h-nope-head": "one global head runs softmax without RoPE",
+        "h-one-in-four": "one global head of four without RoPE",
+        "h-start-3": "the power grows from 3",
+        "h-geometric": "the power grows geometrically",
+        "h-learned-power": "powers learned per head, from 5",
+    },
+    "cosine-nope": {"g-learned-scale": "a learned scale of the cosine, from 2"},
+    "laser-lssa-local": {
+        "w-window-16": "local windows of 16",
+        "w-window-32": "local windows of 32",
+        "w-one-global": "one global layer, the last",
+        "w-rope-half": "half of RoPE in the global layers",
+    },
+}
+CHANGED = {
+    "lssa-hybrid": "`demo-hybrid`",
+    "cosine-nope": "`demo-global-heads`",
+    "laser-lssa-local": "LASER over LSSA, every other layer local",
+}
+
+
+def candidates() -> str:
+    """Layouts that differ in one thing from a layout, with seed 0."""
+    by = of_seeds(by_row("layouts") | by_row("layouts-around"), {0})
+    rows = []
+    for layout, changes in CANDIDATES.items():
+        rows.append([CHANGED[layout], *shown_losses(by[layout]), "", ""])
+        for row, name in changes.items():
+            leads = [said(minus(by, row, layout, at)) for at in (HERE, FAR)]
+            rows.append([name, *shown_losses(by[row]), *leads])
+    return table(["seed 0", *COLUMNS, "1x, minus the layout above", "16x, as trained, minus it"], rows)
+
+
+def test_what_is_said_of_other_candidates_is_measured():
+    by = of_seeds(by_row("layouts") | by_row("layouts-around"), {0})
+    here, far = ({row: cell(group, *at).loss for row, group in by.items()} for at in (HERE, FAR))
+    every = {row: layout for layout, changes in CANDIDATES.items() for row in changes}
+    assert min(here[row] for row in every) > here["cosine-nope"]
+    assert min(far[row] for row in every) > far["cosine-nope"]
+    text = "It has {:.3f} with this seed, and {:.3f} at 16 times the length, as trained."
+    assert text.format(here["cosine-nope"], far["cosine-nope"]) in TEXT
+    assert f"ends with a loss of {far['h-learned-power']:.3f} at 16 times the length" in TEXT
+    near, later = ({row: minus(by, row, layout, at) for row, layout in every.items()} for at in (HERE, FAR))
+    level = {"h-start-3", "h-geometric", "h-one-global", "h-base-100000", "h-one-in-four"}
+    assert not any(near[row].sure for row in level)
+    assert later["h-nope-head"].sure
+    assert f"above it at 16 times the length, by {shown(later['h-nope-head'])}." in TEXT
+    for row in ("h-p31-laser", "g-learned-scale"):
+        assert near[row].sure
+        assert later[row].sure
+    lower = shown(-near["h-p31-laser"]), shown(-later["h-p31-laser"])
+    assert "lower by {} at the training length and by {} at 16 times it.".format(*lower) in TEXT
+    assert f"With local windows of 32 it is lower by {shown(-near['h-window-32'])} at the training length." in TEXT
+    raised = shown(near["g-learned-scale"]), shown(later["g-learned-scale"])
+    assert "by {} and {}.".format(*raised) in TEXT
+    assert near["h-window-32"].sure
+    assert near["w-window-16"].sure
+    assert f"windows of 16 lower the loss by {shown(-near['w-window-16'])} at the training length." in TEXT
+    assert all(far[row] > here[row] for row in ("w-window-16", "w-window-32", "laser-lssa-local"))
+
+
 def test_what_is_said_of_other_powers_is_measured():
     by = of_seeds(by_label("layouts", "layouts-around"), {0})
     here, far = ({row: cell(by[row], *at).loss for row in POWERS} for at in (HERE, FAR))
@@ -314,7 +381,7 @@ def test_what_is_said_of_other_powers_is_measured():
 
 losses = partial(by_seed, "layouts")
 TABLES = {
-    "powers": powers,
+    "powers": powers, "candidates": candidates,
     "layouts": partial(scale_table, "layouts"), "differences": differences_table, "same_layout": same_layout,
     "laser_adds": laser_adds,
     "lssa_tiled": lssa_tiled, "sinks": sinks_table, "new_rates": rates, "larger_new_rates": larger_rates,
