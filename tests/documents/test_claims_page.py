@@ -170,6 +170,9 @@ def test_what_laser_gains_at_the_best_rates_is_the_measured_one():
         if model == "conformer":
             assert max(leads) < 0
             assert not any(b.minus(a).sure for a, b in zip(rates["softmax"], rates["laser"], strict=True))
+            lost = [f"{100 * max(cells[at].values):.1f} %" for at in (0, 2) for cells in rates.values()]
+            assert "{} and {} at half the rate (seed 2 of both rows), and {} and {} at twice.".format(*lost) in TEXT
+            assert all(cells[0].values.index(max(cells[0].values)) == 2 for cells in rates.values())
         else:
             assert 0 < leads[0] < leads[1] < leads[2], "the lead grows with the rate"
             assert all(cells[3].loss > cells[2].loss for cells in rates.values()), "worse at 8e-3"

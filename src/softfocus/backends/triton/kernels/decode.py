@@ -331,8 +331,9 @@ def _negligible(inputs, algebra, count, tied, row_heads):
 
     2^-24 is half an ulp of 1, the largest u^p. All omitted u^p together, at most N of them, are
     then at most 2^-24 p, which is p times the rounding of u. The division by p alone is for
-    gradients, p u^(p - 1): the CPU kernels have the same formula (``live_threshold``), so that all
-    backends omit the same weights. LASER takes the logarithm of small sums and omits no weight.
+    gradients, p u^(p - 1), which the CPU kernels limit in the same way (``live_threshold``): they
+    bound u^(p - 1), so that they omit slightly fewer keys. The tiled backend omits none. LASER
+    takes the logarithm of small sums and omits no weight.
     """
     negligible = tl.zeros_like(count)
     if not algebra.laser:

@@ -196,7 +196,7 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
     # may be subnormal where f = s^2 2^-shift is not. Both limits are chosen, not measured
     small = 2.0**-60 if algebra.phi.has_zeros else 2.0**-100
     if algebra.reweighted:
-        # Above a threshold f - threshold is 0 or well above the rounding of f, however small f is
+        # Above a threshold f - threshold is 0 or at least one ulp of f: f needs no such limit
         small = tl.where(row.tied | (row.threshold == 0.0), small, 0.0)
         u = weighting.phi_to_u(f, row.threshold, row.inverse_spread, algebra)
         weight = tl.where(row.tied, weight, weighting.u_to_the_power(u, inputs, algebra, h, 0) / row.power_sum)
