@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import softfocus
 from softfocus import ops, validation
@@ -96,11 +97,15 @@ print("fine", bool(q.grad.isfinite().all()))
 @pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
 def test_lengths_can_be_dynamic(backend, mechanism):
     torch.compiler.reset()
-    compiled = torch.compile(softfocus.attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(softfocus.attention, fullgraph=True, dynamic=True, backend=graphs)
     arguments = {"is_causal": True, "mechanism": mechanism, "backend": backend}
+    counts = set()
     for length in (5, 9, 70):
         inputs = [torch.randn(1, 2, length, 8) for _ in range(3)]
         assert torch.equal(compiled(*inputs, **arguments), softfocus.attention(*inputs, **arguments))
+        counts.add(graphs.frame_count)
+    assert len(counts) == 1, "no length is compiled anew"
 
 
 LENGTH = torch.export.Dim("length", min=2, max=512)
