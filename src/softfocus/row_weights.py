@@ -87,7 +87,7 @@ def blocks(
     query: Tensor, key: Tensor, *, rows: Sequence[int] | Tensor | None = None, **arguments: Any
 ) -> Iterator[Block]:
     """What :func:`weights` returns, a block of rows at a time, with the visible keys. There is at
-    least one block.
+    least one block. While torch compiles there is one block of all rows: memory is not bounded.
     """
     call = validated_call(query, key, key, **arguments)
     dispatch.choose(call, "reference")  # raises where the reference does not support the call
