@@ -53,6 +53,11 @@ def runs(*studies: str) -> dict[str, Evaluation]:
     return by
 
 
+def lost_runs(*studies: str) -> set[str]:
+    """The names of the runs that diverged."""
+    return {info.name for study in studies for info in report(study).diverged}
+
+
 def loss(study: str, run: str, length: int = 128, setting: Setting = AS_TRAINED) -> float:
     return runs(study)[run].row(length, setting).loss
 

@@ -12,12 +12,13 @@ from softfocus.lab.claims.results import read as read_claim
 from softfocus.lab.claims.verdict import judge
 from softfocus.lab.report.points import Cell, Group, cell
 
-from .committed import HERE, RESULTS, ROOT, by_row, claim, of_seeds
+from .committed import HERE, RESULTS, ROOT, by_row, claim, lost_runs, of_seeds
 from .tables import table, tables_of
 
 PAGE = (ROOT / "docs/claims.md").read_text()
 TEXT = " ".join(PAGE.split())
 RATES = ("2e-3", "4e-3", "8e-3")
+SWEPT = ("table-learning-rates", "toy-learning-rates", "depth-learning-rates")
 POWERS = (1, 2, 3, 5, 7, 15, 31, 50, 100)
 
 
@@ -25,8 +26,9 @@ def rates_of(swept: dict[str, Group], own: Group | None, row: str, at: tuple[flo
     """A row with seed 0 at half the claim's rate, at it and at twice that; None: diverged."""
     assert own is not None
     known = of_seeds(swept | {"own": own}, {0})
-    groups = (known.get(name) for name in (f"{row}-half", "own", f"{row}-twice"))
-    return [None if group is None else cell(group, *at) for group in groups]
+    names = (f"{row}-half", "own", f"{row}-twice")
+    assert all(name in known or f"{name}-s0" in lost_runs(*SWEPT) for name in names), "a missing run diverged"
+    return [cell(known[name], *at) if name in known else None for name in names]
 
 
 def powers(at: tuple[float, str] = HERE) -> dict[int, list[list[Cell | None]]]:

@@ -109,6 +109,26 @@ def test_a_damaged_recipe_is_refused_unless_the_run_is_an_early_one(fabricate, t
         compare([tmp_path / "runabc"], tmp_path / "out", console=quiet)
 
 
+def test_a_run_that_diverged_is_named_and_kept(fabricate, tmp_path, quiet):
+    """Its row would else be missing without a reason, in a merged comparison, too."""
+    a = save(fabricate("softmax", [1.0]), tmp_path / "a")
+    info = fabricate("lssar", [1.0], name="lssar-s1").info
+    lost = info.model_copy(update={"status": "diverged", "error": "the loss became nan at step 3"})
+    save_run(tmp_path / "b", lost)
+    says = "lssar-s1 is missing: the loss became nan at step 3"
+    for number, paths in enumerate([[a, tmp_path / "b"], [tmp_path / "out0" / "results.json"]]):
+        report = compare(paths, tmp_path / f"out{number}", console=quiet)
+        assert report.diverged == [lost]
+        assert len(report.runs) == 1
+        assert says in report.notes
+        assert says in " ".join(said(quiet).split())
+        assert read_as(Report, tmp_path / f"out{number}" / "results.json").diverged == [lost]
+    with pytest.raises(LabError, match="the run lssar-s1 is there twice"):
+        compare([tmp_path / "b", tmp_path / "out0" / "results.json"], tmp_path / "none", console=quiet)
+    with pytest.raises(LabError, match="its status is diverged"):
+        compare([tmp_path / "b"], tmp_path / "none", console=quiet)
+
+
 def test_vocabularies_are_not_compared(fabricate, tmp_path, quiet):
     a = save(fabricate("softmax", [1.0]), tmp_path / "a")
     b = save(fabricate("lssar", [2.0], vocabulary=512), tmp_path / "b")

@@ -174,6 +174,21 @@ def test_a_row_that_fails_is_named_and_the_others_are_compared(two_rows: Path, t
     assert (out / "results.json").exists()
 
 
+def test_a_row_that_diverged_stands_in_the_results(two_rows: Path, tmp_path: Path, fabricate: Any) -> None:
+    """It is not trained again, and the study does not fail."""
+    out = tmp_path / "out"
+    first, second = study.recipes(*study.load(str(two_rows)), seeds=[3])
+    finish(first, out)
+    finish(second, out)
+    info = load_run(out / second.name)
+    save_run(out / second.name, info.model_copy(update={"status": "diverged", "error": "the loss became nan"}))
+    made = run_study(str(two_rows), out, jobs=1, seeds=[3], console=console())
+    assert isinstance(made, Report)
+    assert [entry.info.name for entry in made.runs] == [first.name]
+    assert [info.name for info in made.diverged] == [second.name]
+    assert f"{second.name} is missing: the loss became nan" in made.notes
+
+
 def test_two_runs_of_one_name_are_refused(tiny: Path, tmp_path: Path) -> None:
     """They would be made in one folder, and one of them would stand for both."""
     text = f'title = "Twice"\nbase = "{tiny}"\nseeds = [1, 1]\n[rows.a]\n'
@@ -360,6 +375,18 @@ def test_an_earlier_comparison_of_recall_stands_for_its_runs(fabricate: Any, tmp
     with pytest.raises(LabError, match="the run run-s0 is there twice"):
         compare([tmp_path / "two" / "results.json", folders[0]], tmp_path / "none", console=console())
     assert not (tmp_path / "none").exists()
+
+
+def test_a_task_that_diverged_is_named_and_kept(fabricate: Any, tmp_path: Path) -> None:
+    (folder,) = written(tmp_path, recalled(fabricate, 0, (16, 8, 0.5)))
+    info = recalled(fabricate, 1, (16, 8, 0.5)).info
+    lost = info.model_copy(update={"status": "diverged", "error": "the loss became nan at step 3"})
+    save_run(tmp_path / "lost", lost)
+    for number, paths in enumerate([[folder, tmp_path / "lost"], [tmp_path / "out0" / "results.json"]]):
+        report = compare(paths, tmp_path / f"out{number}", console=console())
+        assert isinstance(report, RecallReport)
+        assert report.diverged == [lost]
+        assert report.notes[0] == "run-s1 is missing: the loss became nan at step 3"
 
 
 def test_right_answers_are_not_compared_with_losses(fabricate: Any, tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.report.points import Axis
 from softfocus.lab.report.recall_compare import RecallReport, compare_recall
 from softfocus.lab.report.report import build, show, write
-from softfocus.lab.report.results import Entry, Report, load_entry, read_as, refuse_twice
+from softfocus.lab.report.results import Entry, Report, load_diverged, load_entry, read_as, refuse_twice
 from softfocus.lab.run_folder.files import EVALUATION, RECALL
+from softfocus.lab.run_folder.results import RunInfo
 
 Comparison = Report | RecallReport
 
@@ -31,6 +32,8 @@ def compare(
 
     Runs that were trained on a generated task and measured by `softfocus recall` are compared by
     their right answers.
+
+    A run that diverged is named in the notes and in results.json. It has no losses.
 
     Runs need not share a training length, the lengths at which they were evaluated, a recipe or a
     tokenizer; in what they differ is written into the report's notes.
@@ -55,6 +58,9 @@ def compare(
         if folder in resolved[:index]:
             raise LabError(f"{folders[index]} is named twice", "name each run once")
     console = console or Console()
+    lost = {folder: info for folder in folders if (info := load_diverged(folder)) is not None}
+    if len(lost) < len(folders):  # where all diverged, reading the first one says so
+        folders = [folder for folder in folders if folder not in lost]
     kinds = {_kind(folder): folder for folder in folders}
     if "recall" in kinds and "evaluation" in kinds:
         raise LabError(
@@ -62,11 +68,20 @@ def compare(
             "compare runs that were measured alike",
         )
     if "recall" in kinds:
-        return compare_recall(folders, out, title=title or "Recall over length", remarks=remarks, console=console)
+        return compare_recall(
+            folders,
+            out,
+            title=title or "Recall over length",
+            remarks=remarks,
+            diverged=list(lost.values()),
+            console=console,
+        )
     # All are read before anything is written, so that a broken one leaves an older report as it was
-    entries = [entry for folder in folders for entry in _entries(folder)]
-    refuse_twice([entry.info for entry in entries])
-    report = build(entries, title=title or "Loss over length", axis=axis, remarks=remarks)
+    reports = [_read(folder) for folder in folders]
+    entries = [entry for runs, _ in reports for entry in runs]
+    diverged = [*(info for _, infos in reports for info in infos), *lost.values()]
+    refuse_twice([*(entry.info for entry in entries), *diverged])
+    report = build(entries, title=title or "Loss over length", axis=axis, remarks=remarks, diverged=diverged)
     show(report, write(report, out), console)
     return report
 
@@ -84,5 +99,9 @@ def _kind(path: Path) -> str | None:
     return None
 
 
-def _entries(path: Path) -> list[Entry]:
-    return read_as(Report, path).runs if path.suffix == ".json" else [load_entry(path)]
+def _read(path: Path) -> tuple[list[Entry], list[RunInfo]]:
+    """The finished runs, and those that diverged."""
+    if path.suffix != ".json":
+        return [load_entry(path)], []
+    report = read_as(Report, path)
+    return report.runs, report.diverged

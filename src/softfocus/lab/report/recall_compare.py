@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from statistics import fmean, stdev
 
+from pydantic import Field
 from rich.console import Console
 
 from softfocus.lab.errors import LabError
@@ -15,7 +16,7 @@ from softfocus.lab.progress import say
 from softfocus.lab.report.curves import Line, Panel, Point, curve_table, save_curves
 from softfocus.lab.report.points import count_text, labels, without_seed
 from softfocus.lab.report.recall import BLIND, chance_text
-from softfocus.lab.report.results import FIGURE, RESULTS, load_recipe_text, read_as, refuse_twice
+from softfocus.lab.report.results import FIGURE, RESULTS, load_recipe_text, lost_lines, read_as, refuse_twice
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.files import load_measured, load_run
 from softfocus.lab.run_folder.provenance import now
@@ -71,6 +72,7 @@ class RecallReport(Record):
     created: datetime
     notes: list[str]
     runs: list[RecallEntry]
+    diverged: list[RunInfo] = Field(default=[], description="trainings that diverged, so that they were not measured")
 
 
 def grouped(entries: Sequence[RecallEntry]) -> list[RecallGroup]:
@@ -83,7 +85,13 @@ def grouped(entries: Sequence[RecallEntry]) -> list[RecallGroup]:
 
 
 def compare_recall(
-    paths: Sequence[Path], out: Path, *, title: str, remarks: Sequence[str] = (), console: Console
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    title: str,
+    remarks: Sequence[str] = (),
+    diverged: Sequence[RunInfo] = (),
+    console: Console,
 ) -> RecallReport:
     """Compare runs of one task; those that were trained alike but for the seed are grouped.
 
@@ -92,6 +100,7 @@ def compare_recall(
         out: where to write.
         title: the figure's heading.
         remarks: what the reader should know beyond what the runs themselves tell.
+        diverged: trainings that diverged, beside those of the paths; named in the notes.
         console: where to print.
 
     Raises:
@@ -99,8 +108,10 @@ def compare_recall(
             lengths, a run that comes twice, seeds that share no length, or a folder that cannot be
             written to.
     """
-    entries = [entry for path in paths for entry in _entries(path)]
-    refuse_twice([entry.info for entry in entries])
+    reports = [_read(path) for path in paths]
+    entries = [entry for runs, _ in reports for entry in runs]
+    lost = [*(info for _, infos in reports for info in infos), *diverged]
+    refuse_twice([*(entry.info for entry in entries), *lost])
     if len({(entry.recall.task, entry.recall.train_length) for entry in entries}) > 1:
         raise LabError("the runs were trained on different tasks or lengths", "compare runs of one task")
     groups = grouped(entries)
@@ -109,7 +120,8 @@ def compare_recall(
         raise LabError(
             "the seeds of each model share no length", "measure all of them at the same lengths with `softfocus recall`"
         )
-    report = RecallReport(title=title, created=now(), notes=[*remarks, *_notes(groups)], runs=entries)
+    notes = [*remarks, *lost_lines(lost), *_notes(groups)]
+    report = RecallReport(title=title, created=now(), notes=notes, runs=entries, diverged=lost)
     write_atomically(out / RESULTS, json_text(report))
     first, panels = entries[0].recall, []
     chance = first.rows[0].chance
@@ -128,10 +140,12 @@ def compare_recall(
     return report
 
 
-def _entries(path: Path) -> list[RecallEntry]:
+def _read(path: Path) -> tuple[list[RecallEntry], list[RunInfo]]:
+    """The finished runs, and those that diverged."""
     if path.suffix == ".json":
-        return read_as(RecallReport, path).runs
-    return [RecallEntry(info=load_run(path), recall=load_measured(path, Recall), recipe=load_recipe_text(path))]
+        report = read_as(RecallReport, path)
+        return report.runs, report.diverged
+    return [RecallEntry(info=load_run(path), recall=load_measured(path, Recall), recipe=load_recipe_text(path))], []
 
 
 def _lines(groups: Sequence[RecallGroup], grown: bool) -> list[Line]:

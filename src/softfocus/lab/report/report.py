@@ -10,15 +10,20 @@ from rich.console import Console
 from softfocus.lab.progress import say
 from softfocus.lab.report.notes import notes, provenance
 from softfocus.lab.report.points import Axis
-from softfocus.lab.report.results import FIGURE, PAGE, RESULTS, Entry, Report
+from softfocus.lab.report.results import FIGURE, PAGE, RESULTS, Entry, Report, lost_lines
 from softfocus.lab.report.table import loss_table
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.provenance import now
-from softfocus.lab.run_folder.results import json_text
+from softfocus.lab.run_folder.results import RunInfo, json_text
 
 
 def build(
-    entries: Sequence[Entry], *, title: str = "Loss over length", axis: Axis = "multiple", remarks: Sequence[str] = ()
+    entries: Sequence[Entry],
+    *,
+    title: str = "Loss over length",
+    axis: Axis = "multiple",
+    remarks: Sequence[str] = (),
+    diverged: Sequence[RunInfo] = (),
 ) -> Report:
     """Compute a report from finished runs.
 
@@ -28,13 +33,15 @@ def build(
         axis: what lengths are counted in, in the figure and the table.
         remarks: what the reader should know beyond what the runs themselves tell; stands first
             among the notes.
+        diverged: trainings that diverged; named in the notes.
     """
     return Report(
         title=title,
         created=now(),
         axis=axis,
-        notes=[*remarks, *notes(entries, axis)],
+        notes=[*remarks, *lost_lines(diverged), *notes(entries, axis)],
         runs=list(entries),
+        diverged=list(diverged),
     )
 
 

@@ -45,6 +45,7 @@ class Report(Record):
     axis: Axis = "multiple"
     notes: list[str] = Field(description="what to keep in mind when the runs are held against each other")
     runs: list[Entry]
+    diverged: list[RunInfo] = Field(default=[], description="trainings that diverged, so that they have no losses")
 
     @model_validator(mode="before")
     @classmethod
@@ -105,6 +106,23 @@ def load_recipe_text(folder: Path) -> str:
     if lacks and load_run(folder, complete=False).token:
         raise LabError(f"{recipe} {lacks}", "put back a copy, or train the run again")
     return without_folders(text)
+
+
+def load_diverged(path: Path) -> RunInfo | None:
+    """What run.json says where a path is the folder of a run that diverged; None where it is not.
+
+    Raises:
+        LabError: no such folder, or one that is damaged.
+    """
+    if path.suffix == ".json":
+        return None
+    info = load_run(path, complete=False)
+    return info if info.status == "diverged" else None
+
+
+def lost_lines(diverged: Sequence[RunInfo]) -> list[str]:
+    """The notes about trainings that diverged."""
+    return [f"{info.name} is missing: {info.error or 'its training diverged'}" for info in diverged]
 
 
 def refuse_twice(infos: Sequence[RunInfo]) -> None:

@@ -13,7 +13,8 @@ from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.recipes.loading import load, shipped
 from softfocus.lab.report.points import labels
 from softfocus.lab.report.report import build, show, write
-from softfocus.lab.report.results import Report, load_entry
+from softfocus.lab.report.results import Report, load_entry, lost_lines
+from softfocus.lab.run_folder.files import load_run
 from softfocus.lab.studies.jobs import empty_evaluation, missing_lines, refuse_failed
 from softfocus.lab.studies.study import train_all
 
@@ -86,12 +87,13 @@ def run_demo(
     remarks = missing_lines(jobs)
     if fast:
         remarks.insert(0, "A fast trial of tiny models: every part works, and the numbers mean nothing.")
+    diverged = [load_run(job.folder, complete=False) for job in jobs if job.status == "diverged"]
     if entries := [load_entry(job.folder) for job in jobs if job.status == "finished"]:
-        report = build(entries, title="softfocus demo: loss over length", remarks=remarks)
+        report = build(entries, title="softfocus demo: loss over length", remarks=remarks, diverged=diverged)
         show(report, write(report, folder), console)
     refuse_failed(jobs)
     if not entries:
-        raise LabError("every model diverged: " + "; ".join(remarks), "look into their logs")
+        raise LabError("every model diverged: " + "; ".join(lost_lines(diverged)), "look into their logs")
     return report
 
 

@@ -118,8 +118,8 @@ def plan_jobs(folder: Path, recipes: Sequence[Recipe], labels: Sequence[str], *,
 
 
 def missing_lines(jobs: Sequence[Job]) -> list[str]:
-    """The report's lines about failed and diverged jobs, without paths."""
-    lost = [job for job in jobs if job.status in ("failed", "diverged")]
+    """The report's lines about failed jobs, without paths."""
+    lost = [job for job in jobs if job.status == "failed"]
     return [f"{job.label} is missing: {job.error.replace(str(job.folder), job.folder.name)}" for job in lost]
 
 

@@ -162,8 +162,9 @@ def run_study(
     if estimate_only:
         return None
     result = None
-    if finished := [job.folder for job in found if job.status == "finished"]:
-        result = compare(finished, folder, title=study.title, remarks=missing_lines(found), console=console)
+    if any(job.status == "finished" for job in found):
+        over = [job.folder for job in found if job.status in ("finished", "diverged")]
+        result = compare(over, folder, title=study.title, remarks=missing_lines(found), console=console)
     refuse_failed(found)
     return result
 
