@@ -10,7 +10,7 @@ import pytest
 
 from softfocus.lab.report.points import Cell, cell
 
-from .committed import HERE, RESULTS, ROOT, by_row, claim, encoder_rates, loss, minus, of_seeds
+from .committed import FAR, HERE, RESULTS, ROOT, by_row, claim, encoder_rates, loss, minus, of_seeds
 from .tables import shown, shown_loss, table, tables_of
 from .test_claims_rates import TABLES as RATES
 from .test_claims_rates import loss_or_diverged, rates_of
@@ -277,9 +277,20 @@ def test_the_power_of_a_note_is_the_measured_one():
     assert f"the error of the difference is {error:.0%}".replace("%", " %") in said
 
 
+PLAIN = ["softplus-post-hoc", "softplus-without-ntk"]
+
+
+def trainings(name: str) -> list[list]:
+    """The losses of a claim's trainings at the scale small."""
+    return [run.info.train_loss for run in claim(name, "small").runs]
+
+
 def test_what_is_said_of_the_scale_small():
     claims_of_small = sorted(path.parents[1].name for path in (RESULTS / "claims").glob("*/small/results.json"))
-    assert claims_of_small == ["laser-gradients", "laser-steps", "softplus-figure-1", "softplus-post-hoc"]
+    assert claims_of_small == ["laser-gradients", "laser-steps", "softplus-figure-1", *PLAIN]
+    assert trainings("softplus-post-hoc") == trainings("softplus-without-ntk"), "they share their trainings"
+    plain = [cell(claim("softplus-without-ntk", "small").group(row), *FAR).values for row in ("softmax", "lssa")]
+    assert all(lssa > softmax for softmax, lssa in zip(*plain, strict=True))
     found = claim("softplus-figure-1", "small")
     by = {row: found.group(row) for row in found.rows}
     assert minus(by, "lssar", "lssar", (16.0, "dynamic NTK"), HERE).value < 0
