@@ -206,7 +206,9 @@ def test_what_qk_norm_gains_at_the_best_rates_is_the_measured_one():
 
 def test_the_numbers_in_the_shifts_note_are_the_measured_ones():
     note = " ".join((RESULTS / "claims/laser-shift.md").read_text().split())
-    found = json.loads((RESULTS / "laser-no-shift/results.json").read_text())["rows"]
+    results = json.loads((RESULTS / "laser-no-shift/results.json").read_text())
+    assert f"commit {results['commit'][:10]}, torch {results['torch']}, an {results['cpu']}," in note
+    found = results["rows"]
     by = {(row["factor"], row["form"], row["seed"]): row for row in found}
     seeds = range(3)
     assert len(by) == len(found) == 18

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from softfocus.lab.claims import figure, page
+from softfocus.lab.claims import figure, page, tables
 from softfocus.lab.claims.claim import Claim, Saves, parse
 from softfocus.lab.claims.parts import Part, corrected, decide
 from softfocus.lab.claims.power_law import PowerLaw, families, saved
@@ -168,6 +168,25 @@ def measured(a_run: Any) -> Any:
         return runs
 
     return make
+
+
+def test_shares_stand_in_a_table_with_their_spread(measured: Any) -> None:
+    runs = measured("laser") + measured("softmax", gone=[2])
+    (first, *_rest) = runs
+    assert first.shares == {
+        "right after fine-tuning": 0.5,
+        "passkeys found at 1x": 0.5,
+        "right in sciq": 0.5,
+        "below 1e-3 at 1x": 0.0,
+    }
+    better = first.classification.model_copy(update={"accuracy": 0.7})
+    runs[0] = first.model_copy(update={"classification": better})
+    head, _, *lines = tables.shares(results(runs)).splitlines()
+    assert head.startswith("| mean ± standard deviation over seeds | trained | right after fine-tuning | ")
+    assert [line.split(" | ")[:3] for line in lines] == [
+        ["| laser", "3 seeds", f"{np.mean([0.7, 0.5, 0.5]):.1%} ± {np.std([0.7, 0.5, 0.5], ddof=1):.1%}"],
+        ["| softmax", "3 seeds, 1 diverged", "50.0% ± 0.0%"],
+    ]
 
 
 @pytest.mark.parametrize("kind", MEASURES)

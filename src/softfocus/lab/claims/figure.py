@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter
 
 from softfocus.lab.claims.claim import Claim, Saves, Scale
 from softfocus.lab.claims.power_law import Family, families
-from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SIZES, TRAINING, YARDSTICK, Results
+from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SHARES, SIZES, TRAINING, YARDSTICK, Results
 from softfocus.lab.report.figure import (
     PALETTE,
     TEXT,
@@ -60,6 +60,8 @@ def _figures(claim: Claim, results: Results, title: str) -> dict[str, Callable[[
         found[FIGURE] = partial(draw, groups, title=title)
     if any(run.curves for run in results.runs):
         found[TRAINING] = partial(draw_training, results, title=title)
+    if any(run.shares for run in results.runs):
+        found[SHARES] = partial(draw_shares, results, title=title)
     if results.by_power:
         found[POWERS] = partial(draw_powers, results, title=title)
     if (by_size := claim.first(Saves)) is not None and (both := families(results, by_size)):
@@ -110,6 +112,27 @@ def draw_training(results: Results, *, title: str) -> Figure:
             panel.legend(frameon=False)
         for panel in grid[len(names) :]:
             panel.remove()
+        return figure
+
+
+def draw_shares(results: Results, *, title: str) -> Figure:
+    """What was measured beside losses: a dot for each training, a line at each row's mean."""
+    names = list(dict.fromkeys(name for run in results.runs for name in run.shares))
+    shades = places([results.of(row)[0].info.mechanism for row in results.rows])
+    with titled((max(6.0, 1.8 * len(names)), 4.0), title) as figure:
+        panel = figure.subplots()
+        for number, (row, shade) in enumerate(zip(results.rows, shades, strict=True)):
+            color, label = PALETTE[shade][0], row
+            for place, name in enumerate(names):
+                if values := [run.shares[name] for run in results.of(row) if name in run.shares]:
+                    middle = place + 0.25 * (number - (len(results.rows) - 1) / 2)
+                    panel.plot([middle] * len(values), values, "o", color=color, alpha=0.7, label=label)
+                    panel.hlines(float(np.mean(values)), middle - 0.1, middle + 0.1, color=color)
+                    label = ""  # one entry of the legend a row
+        panel.set_xticks(range(len(names)), names)
+        panel.set_xlim(-0.5, len(names) - 0.5)
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+        panel.legend(frameon=False)
         return figure
 
 

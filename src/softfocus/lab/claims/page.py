@@ -2,27 +2,24 @@
 results alone, so they cannot drift.
 """
 
-import math
 import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Literal
 
 from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import results as outcomes
+from softfocus.lab.claims import tables
 from softfocus.lab.claims.claim import BASES, SCALES, Claim, Saves, Scale, Steeper
 from softfocus.lab.claims.earlier import changes
 from softfocus.lab.claims.parts import SEEDS, Verdict, together
-from softfocus.lab.claims.power_law import families
-from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SIZES, TRAINING, YARDSTICK, Results, Run
+from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SHARES, SIZES, TRAINING, Results
 from softfocus.lab.claims.verdict import Judged, judge
 from softfocus.lab.report.notes import short_commit
-from softfocus.lab.report.points import Cell, Group, cell, column_name, columns, count_text, loss_text, settings
+from softfocus.lab.report.points import settings
 from softfocus.lab.run_folder.disk import write_atomically
-from softfocus.lab.run_folder.results import WRONG
 
 LEDGER = "README.md"
 AWAY: dict[Scale, str] = {
@@ -85,7 +82,7 @@ def page(claim: Claim, found: dict[Scale, Results]) -> str:
     parts = [f"# {claim.title}", f"{claim.source}.", _wrapped(claim.says)]
     if claim.paper is not None:
         rows = [[name, *map(_number, row)] for name, row in claim.paper.rows.items()]
-        parts.append(_table(["the paper's numbers", *claim.paper.columns], rows))
+        parts.append(tables.table(["the paper's numbers", *claim.paper.columns], rows))
     parts += [_wrapped(note) for note in claim.notes]
     if claim.exact:
         judged = judge(claim, None)
@@ -153,8 +150,8 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[
         "# The papers' claims",
         _wrapped(head),
         *([_wrapped(" ".join([*shared, _DEPENDENT]))] if shared else []),
-        _table(["scale", *kinds], summary),
-        _table(["claim", "source", *SCALES], table),
+        tables.table(["scale", *kinds], summary),
+        tables.table(["claim", "source", *SCALES], table),
         _wrapped(foot),
     ]
     return "\n\n".join(parts) + "\n"
@@ -206,7 +203,7 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
     parts = [f"**Verdict: {_verdict(judged)}** ({said}).", _statements(judged)]
     if why := claim.unjudged.get(scale):
         measured = [[one.statement.says, one.shown.text] for one in judged]
-        parts = [_wrapped(f"**Not testable here:** {why}."), _table(["statement", "what came out"], measured)]
+        parts = [_wrapped(f"**Not testable here:** {why}."), tables.table(["statement", "what came out"], measured)]
     if differing := changes(claim, scale, results):
         parts.append(
             _wrapped(
@@ -220,18 +217,20 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
         parts.append("\n".join(f"* Diverged: {run.row}, seed {run.info.seed}: {run.info.error}." for run in lost))
     groups = [group for row in results.rows if (group := results.group(row)) is not None]
     if groups:
-        parts.append(_wrapped(_reading(groups)))
-        parts += [_losses(results, groups, setting) for setting in settings(groups)]
+        parts.append(_wrapped(tables.reading(groups)))
+        parts += [tables.losses(results, groups, setting) for setting in settings(groups)]
     if claim.first(Steeper) is not None:
-        parts.append(_gradients(results))
+        parts.append(tables.gradients(results))
+    if any(run.shares for run in results.runs):
+        parts += [tables.shares(results), f"![Shares]({claim.name}/{scale}/{SHARES})"]
     if results.by_power:
         parts.append(f"![Loss and gradient norm over the power]({claim.name}/{scale}/{POWERS})")
     if any(run.curves for run in results.runs):
         parts.append(f"![Over training]({claim.name}/{scale}/{TRAINING})")
-    if (by_size := claim.first(Saves)) is not None and (table := _sizes(results, by_size)):
+    if (by_size := claim.first(Saves)) is not None and (table := tables.sizes(results, by_size)):
         parts += [table, f"![Loss over size]({claim.name}/{scale}/{SIZES})"]
     if groups:
-        what = "Loss and error rate" if _sampled(groups) else "Loss over length"
+        what = "Loss and error rate" if tables.sampled(groups) else "Loss over length"
         parts.append(f"![{what}]({claim.name}/{scale}/{FIGURE})")
     return [*parts, f"`{_command(claim, scale, results)}` runs it again."]
 
@@ -251,7 +250,7 @@ def _statements(judged: Sequence[Judged]) -> str:
         of = f" ({shares}{against})"
         several = len(one.parts) > 1 and one.verdict in ("holds", "fails", "inconclusive")
         lines.append([one.verdict, one.statement.says, one.shown.text + (of if several else "")])
-    return _table(["verdict", "statement", "what came out"], lines)
+    return tables.table(["verdict", "statement", "what came out"], lines)
 
 
 def _runs(claim: Claim, scale: Scale, results: Results) -> str:
@@ -275,95 +274,6 @@ def _runs(claim: Claim, scale: Scale, results: Results) -> str:
     )
 
 
-def _sampled(groups: Sequence[Group]) -> bool:
-    """Whether they were measured sample by sample: hidden tokens, images, speech."""
-    return WRONG.name() in settings(groups)
-
-
-def _reading(groups: Sequence[Group]) -> str:
-    if _sampled(groups):
-        return (
-            "Validation loss in nats per prediction, and the share of wrong answers: "
-            "mean ± standard deviation over seeds."
-        )
-    text = "Validation loss in nats per token: mean ± standard deviation over seeds."
-    if _yardstick(groups) is None:
-        return text
-    last = column_name(columns(groups)[-1])
-    return (
-        f"{text} The last column is the paired difference from {YARDSTICK[0]} with {YARDSTICK[1]} at {last}, "
-        "± one standard error."
-    )
-
-
-def _yardstick(groups: Sequence[Group]) -> Cell | None:
-    """What the last column is beside, at the longest length; None where there is no such row."""
-    yard = next((group for group in groups if group.label == YARDSTICK[0]), None)
-    return None if yard is None or _sampled(groups) else cell(yard, columns(groups)[-1], YARDSTICK[1])
-
-
-def _losses(results: Results, groups: Sequence[Group], setting: str) -> str:
-    """A table of the groups under one setting."""
-    across = columns(groups)
-    reference = _yardstick(groups)
-    lines = []
-    for group in groups:
-        cells = [cell(group, column, setting) for column in across]
-        if not any(cells):
-            continue
-        texts = ["" if one is None else _loss(one.loss, one.spread) for one in cells]
-        last = cells[-1]
-        apart = ""
-        if last is not None and reference is not None and (group.label, setting) != YARDSTICK:
-            found = last.minus(reference)
-            if math.isfinite(found.value):
-                apart = f"{found.value:+.3f} ± {found.standard_error:.3f}"
-        runs = results.of(group.label)
-        lost = sum(run.diverged for run in runs)
-        count = count_text([run.info.seed for run in runs])
-        count += f", {lost} diverged" if lost else ""
-        lines.append([group.label, count, *texts, *([] if reference is None else [apart])])
-    head = ["mean"] if _sampled(groups) else [*map(column_name, across)]
-    return _table([setting, "trained", *head, *([] if reference is None else ["beside the window"])], lines)
-
-
-def _loss(loss: float, spread: float) -> str:
-    return loss_text(loss) + (f" ± {spread:.3f}" if math.isfinite(spread) else "")
-
-
-def _gradients(results: Results) -> str:
-    """The largest gradient of each row after the warm-up, the usual one of a training, and the
-    usual one of its projections where they were noted.
-    """
-    lines = []
-    parts = list(dict.fromkeys(name for run in results.runs for name in run.info.projection_norms))
-    for row in results.rows:
-        known = [run.gradients for run in results.of(row) if run.gradients is not None]
-        if known:
-            largest = [late for late, _ in known if not math.isnan(late)]
-            usual = median(norm for _, norm in known)
-            lines.append([row, f"{median(largest):.3g}" if largest else "", f"{usual:.3g}"])
-            lines[-1] += [_projection(results.of(row), name) for name in parts]
-    head = ["gradient norm, median over seeds", "largest after the warm-up", "median of a training"]
-    return _table([*head, *(f"of the {name} projections" for name in parts)], lines)
-
-
-def _projection(runs: Sequence[Run], name: str) -> str:
-    """The usual gradient of a projection; nothing where it was not noted."""
-    noted = [[norm for _, norm in run.info.projection_norms[name]] for run in runs if name in run.info.projection_norms]
-    return f"{median(map(median, noted)):.3g}" if noted else ""
-
-
-def _sizes(results: Results, statement: Saves) -> str:
-    """The power law of each family; nothing where there is none."""
-    lines = []
-    for one in families(results, statement) or ():
-        sizes = " to ".join(f"{one.parameters[end] / 1e6:.2f} M" for end in (0, -1))
-        power = f"{one.exponent.value:.4f} ± {one.exponent.standard_error:.4f}"
-        lines.append([one.label, str(len(one.parameters)), sizes, power, f"{one.misfit:.2%}"])
-    return _table(["power law", "sizes", "parameters", "exponent", "largest misfit"], lines) if lines else ""
-
-
 def _command(claim: Claim, scale: Scale, results: Results | None = None) -> str:
     seeds = len({run.info.seed for run in results.runs} if results else ()) or SEEDS
     sets = "".join(f" --set {shlex.quote(override)}" for override in results.overrides) if results else ""
@@ -376,11 +286,6 @@ def _each(texts: Iterable[str]) -> str:
 
 def _number(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines)
 
 
 def _wrapped(text: str) -> str:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import TypeVar
 
 import numpy as np
@@ -45,6 +45,7 @@ FIGURE = "figure.png"
 SIZES = "sizes.png"
 TRAINING = "training.png"
 POWERS = "powers.png"
+SHARES = "shares.png"
 _Windowed = TypeVar("_Windowed", InductionRow, RecallRow)
 YARDSTICK = ("softmax", "window 1x")
 """What every row stands beside: softmax that sees a window of the training length."""
@@ -79,6 +80,21 @@ class Run(Record):
         """What was noted over the training: (step, value) by name."""
         losses = {"validation loss": self.info.validation_loss} if self.info.validation_loss else {}
         return losses | {f"gradient of the {name} projections": c for name, c in self.info.projection_norms.items()}
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What was measured beside losses, by name: shares of answers, or of probabilities."""
+        trained = self.info.train_length
+        found = {"right after fine-tuning": self.classification.accuracy} if self.classification else {}
+        for passkey in self.passkeys:
+            found[f"passkeys found at {passkey.length / trained:g}x"] = passkey.accuracy
+        for task in self.tasks.rows if self.tasks else ():
+            found[f"right in {task.task}"] = fmean(task.right)
+        for row in self.attention:
+            for limit, share in (("1e-3", row.below_1e_3), ("1e-7", row.below_1e_7)):
+                if share is not None:
+                    found[f"below {limit} at {row.length / trained:g}x"] = share.mean
+        return found
 
     @property
     def settled(self) -> int:
