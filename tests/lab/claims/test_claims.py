@@ -12,7 +12,6 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -848,8 +847,9 @@ def test_zero_shot_tasks_are_measured_where_the_harness_is(two: Claim, tmp_path:
     for row in two.rows.values():
         row["evaluate"] = {**row.get("evaluate", {}), "also": ["tasks"]}
     out = tmp_path / "out"
-    if find_spec("lm_eval") is None:
-        with pytest.raises(LabError, match=r"takes lm_eval, which is not installed; pip install 'lm_eval\[hf\]'$"):
+    with monkeypatch.context() as patch:
+        patch.setattr("softfocus.lab.evaluate.tasks.find_spec", lambda name: None)
+        with pytest.raises(LabError, match=r"takes lm_eval, which is not installed; pip install 'softfocus\[tasks\]'$"):
             reproduce("two", out, seeds=1, console=console())
         assert not out.exists()
     fake = tmp_path / "fake" / "lm_eval"
@@ -912,9 +912,9 @@ def asked(path: str, *_: Any, **__: Any) -> Any:
     return DatasetDict(dict.fromkeys(("train", "validation", "test"), Dataset.from_dict(columns)))
 
 
+@pytest.mark.long
 def test_zero_shot_tasks_with_the_harness_itself(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
     """Its own tasks, metrics and model; only the questions are made up, as there is no hub here."""
-    pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'lm_eval[hf]'")
     monkeypatch.setattr("datasets.load_dataset", asked)
     recipe = recipes(two, "toy", [0])[0]
     folder = tmp_path / recipe.name

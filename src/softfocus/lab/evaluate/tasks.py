@@ -1,6 +1,4 @@
-"""Zero-shot tasks by lm-evaluation-harness, which is not part of the extra [lab]: it is installed
-apart.
-"""
+"""Zero-shot tasks by lm-evaluation-harness, which is in the extra [tasks]."""
 
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -25,7 +23,8 @@ def require() -> None:
         LabError: lm_eval is not installed.
     """
     if find_spec("lm_eval") is None:
-        raise LabError("evaluate.also = ['tasks'] takes lm_eval, which is not installed", "pip install 'lm_eval[hf]'")
+        what = "evaluate.also = ['tasks'] takes lm_eval, which is not installed"
+        raise LabError(what, "pip install 'softfocus[tasks]'")
 
 
 @measures
