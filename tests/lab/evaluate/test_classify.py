@@ -77,8 +77,8 @@ def test_the_run_stays_and_the_mechanism_is_its_own(
     layouts = []
     true = room._classifier
 
-    def classifier(*arguments: object) -> object:
-        model = true(*arguments)  # type: ignore[arg-type]
+    def classifier(*arguments: object, **options: object) -> object:
+        model = true(*arguments, **options)  # type: ignore[arg-type]
         layouts.append(softfocus.hf.layout_of(model))
         return model
 

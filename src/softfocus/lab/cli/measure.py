@@ -245,19 +245,50 @@ def heads(
         print_table(sentence(found))
 
 
-def classify(run: Run, quiet: Quiet = False, json: Json = None) -> None:
-    """Fine-tune a copy of a run's model on text classification: does one piece of text go on where
-    another one ends?
+def classify(
+    run: Run,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Labelled examples: train.jsonl and val.jsonl, as SuperGLUE has them."),
+    ] = None,
+    fields: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Of --data: premise,hypothesis; all that hold text if left out."),
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Of --data: passes over train.jsonl; 3 if left out.")
+    ] = None,
+    quiet: Quiet = False,
+    json: Json = None,
+) -> None:
+    """Fine-tune a copy of a run's model on text classification: of labelled examples, or does one
+    piece of text go on where another one ends?
 
-    The pieces are of the run's corpus: one after the other, or of two documents. Accuracy is that
-    on held-out documents; guessing has a half. The result is kept in the run folder as
-    classification.json; the model stays as it is.
+    Without --data the pieces are of the run's corpus: one after the other, or of two documents.
+    Accuracy is that on held-out documents; guessing has a half. The result is kept in the run
+    folder as classification.json, that of --data as labelled.json; the model stays as it is.
 
     Example: `softfocus classify runs/demo-laser`
+    Example: `softfocus classify runs/demo-laser --data RTE --fields premise,hypothesis`
     """
-    from softfocus.lab.evaluate.classify import classify
+    from softfocus.lab.evaluate.classify import classify, classify_labelled
     from softfocus.lab.progress import Display
 
+    for name, value in (("--fields", fields), ("--epochs", epochs)):
+        if data is None and value is not None:
+            raise UsageError(f"{name} is of labelled examples, and there is no --data", "name their folder with --data")
+    if data is not None:
+        chosen = [field.strip() for field in (fields or "").split(",") if field.strip()]
+        with Display("steps", quiet=quiet) as display:
+            row = classify_labelled(run, data, fields=chosen, epochs=epochs, progress=display)
+        if not write_json(json, row):
+            right = f"{row.accuracy:.1%} ± {row.standard_error:.1%}"
+            said = f"{row.data}: {right} of {row.held_out:,} held-out examples are right after fine-tuning; "
+            said += f"the commonest label of the training is right in {row.commonest:.1%}"
+            if row.cut:
+                said += f". {row.cut:,} examples were longer than the training length: their last tokens were read"
+            console_beside(None).print(said, markup=False)
+        return
     with Display("steps", quiet=quiet) as display:
         found = classify(run, progress=display)
     if not write_json(json, found):

@@ -1,8 +1,12 @@
-"""Fine-tuning on text classification: does one piece of text go on where another one ends? Accuracy
-on held-out text.
+"""Fine-tuning on text classification: of labelled examples, or whether one piece of text goes on
+where another one ends. Accuracy on examples that are held out.
 """
 
 import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +24,17 @@ from transformers import (
 )
 
 from softfocus.lab import model as models
+from softfocus.lab.data import labelled
 from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.tasks import random_for
+from softfocus.lab.data.tokenizer import end_of_document
 from softfocus.lab.errors import LabError, first_line
 from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.files import MODEL, RECIPE, load_run, measures, save_measured
-from softfocus.lab.run_folder.results import Classification, RunInfo
+from softfocus.lab.run_folder.files import MODEL, RECIPE, load_measured, load_run, measures, save_measured
+from softfocus.lab.run_folder.results import Classification, Labelled, LabelledRow, RunInfo
 
 LONGEST = 128
 """Tokens an example, both pieces together; fewer where the training length is shorter."""
@@ -116,9 +122,10 @@ def classify(folder: Path, *, progress: Listener = silent) -> Classification:
     examples = Pairs(store.train, store.train_documents, length, TRAINING, random_for("training", 0, 0))
     test = Pairs(store.validation, store.validation_documents, length, TEST, random_for("evaluation", 0, 0))
     set_seed(info.seed)
-    model = _classifier(folder, data.Text(store).end_of_document)
+    model = _classifier(folder, data.Text(store).end_of_document, labels=2)
     with models.memory("classify on a device with more memory"), tempfile.TemporaryDirectory() as scratch:
-        right = _fine_tuned(model, recipe, info, examples, test, Path(scratch), progress)
+        predicted = _fine_tuned(model, recipe, info, examples, test, Path(scratch), progress)
+    right = predicted == test.labels
     documents = np.unique(test.documents)
     counts = [int((test.documents == document).sum()) for document in documents]
     by_document = [int(right[test.documents == document].sum()) for document in documents]
@@ -137,13 +144,75 @@ def classify(folder: Path, *, progress: Listener = silent) -> Classification:
     return found
 
 
-def _classifier(folder: Path, end: int) -> Any:
-    """The model with a head of two classes on its last token. Padding has to be named, though no
-    example has any.
+@measures
+def classify_labelled(
+    folder: Path,
+    source: Path,
+    *,
+    fields: Sequence[str] = (),
+    epochs: int | None = None,
+    progress: Listener = silent,
+) -> LabelledRow:
+    """Fine-tune a run's model, with a new head, on labelled examples, and measure its accuracy on
+    those that are held out.
+
+    The model of the run stays as it is. The run's seed decides the head's first weights and the
+    order of the examples.
+
+    Args:
+        folder: a finished run of a recipe with text.
+        source: a folder with train.jsonl and val.jsonl, as SuperGLUE's tasks have them.
+        fields: whose texts make an example; by default all that hold text.
+        epochs: passes over the training examples; 3 by default.
+        progress: called with "step" events.
+
+    Returns:
+        What labelled.json holds of this data set. An earlier row of it is replaced.
+
+    Raises:
+        LabError: a run that is not finished or was trained on a task, an architecture that has no
+            classifier in Transformers, or files that `softfocus.lab.data.labelled.read` refuses.
     """
+    models.quiet()
+    info, recipe = load_run(folder), load(folder / RECIPE)
+    data.refuse_without_text(recipe)
+    tokenizer = models.load_tokenizer(folder)
+    end = end_of_document(tokenizer)
+    found = labelled.read(source, tokenizer, info.train_length, fields)
+    set_seed(info.seed)
+    model = _classifier(folder, end, labels=len(found.labels))
+    passes, batches = epochs or EPOCHS, partial(labelled.padded, end=end)
+    with models.memory("classify on a device with more memory"), tempfile.TemporaryDirectory() as scratch:
+        scratch_folder, sets = Path(scratch), (found.training, found.held_out)
+        predicted = _fine_tuned(model, recipe, info, *sets, scratch_folder, progress, epochs=passes, batches=batches)
+    answers = found.held_out.labels
+    ((commonest, _),) = Counter(found.training.labels.tolist()).most_common(1)
+    mean = Mean.of((predicted == answers).astype(int).tolist(), [1] * len(answers))
+    row = LabelledRow(
+        data=found.name,
+        fields=list(found.fields),
+        labels=list(found.labels),
+        examples=len(found.training),
+        held_out=len(answers),
+        cut=found.cut,
+        epochs=passes,
+        accuracy=mean.value,
+        standard_error=mean.standard_error,
+        commonest=float((answers == commonest).mean()),
+        answers=[found.labels[place] for place in predicted],
+    )
+    earlier: list[LabelledRow] = []
+    with suppress(LabError):
+        earlier = [one for one in load_measured(folder, Labelled).rows if one.data != row.data]
+    save_measured(folder, Labelled(**info.named, rows=[*earlier, row]))
+    return row
+
+
+def _classifier(folder: Path, end: int, labels: int) -> Any:
+    """The model with a head of so many classes on its last token that is no padding."""
     try:
         config = models.load_config(folder)
-        config.num_labels, config.pad_token_id = 2, end
+        config.num_labels, config.pad_token_id = labels, end
         return AutoModelForSequenceClassification.from_pretrained(folder / MODEL, config=config, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise LabError(
@@ -153,17 +222,27 @@ def _classifier(folder: Path, end: int) -> Any:
 
 
 def _fine_tuned(
-    model: Any, recipe: Recipe, info: RunInfo, examples: Pairs, test: Pairs, scratch: Path, progress: Listener
-) -> NDArray[np.bool_]:
-    """Which test examples the fine-tuned model has right, bool [TEST]."""
+    model: Any,
+    recipe: Recipe,
+    info: RunInfo,
+    examples: Pairs | labelled.Examples,
+    test: Pairs | labelled.Examples,
+    scratch: Path,
+    progress: Listener,
+    *,
+    epochs: int | None = None,
+    batches: Callable[[Sequence[dict[str, Any]]], dict[str, torch.Tensor]] | None = None,
+) -> NDArray[np.int64]:
+    """The class that the fine-tuned model gives each test example, int64 [tests]."""
+    passes = epochs or EPOCHS
     arguments = TrainingArguments(
         output_dir=str(scratch),
-        num_train_epochs=EPOCHS,
+        num_train_epochs=passes,
         per_device_train_batch_size=BATCH,
         per_device_eval_batch_size=BATCH,
         learning_rate=RATE * recipe.train.learning_rate,
         lr_scheduler_type="linear",
-        warmup_steps=BATCH,
+        warmup_steps=min(BATCH, passes * len(examples) // BATCH // 4),
         weight_decay=recipe.train.weight_decay,
         use_cpu=not torch.accelerator.is_available(),
         bf16=recipe.train.bf16,
@@ -175,12 +254,13 @@ def _fine_tuned(
         dataloader_pin_memory=torch.cuda.is_available(),
     )
     arguments._n_gpu = min(1, arguments._n_gpu)  # Trainer's DataParallel would change the batch
-    trainer = Trainer(model=model, args=arguments, train_dataset=examples, callbacks=[_Steps(info.name, progress)])
+    steps = _Steps(info.name, progress)
+    trainer = Trainer(model, arguments, train_dataset=examples, data_collator=batches, callbacks=[steps])
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    predicted: Any = trainer.predict(test).predictions
-    right: NDArray[np.bool_] = predicted.argmax(-1) == test.labels
-    return right
+    scores: Any = trainer.predict(test).predictions
+    predicted: NDArray[np.int64] = scores.argmax(-1)
+    return predicted
 
 
 class _Steps(TrainerCallback):

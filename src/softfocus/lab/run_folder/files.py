@@ -20,6 +20,7 @@ from softfocus.lab.run_folder.results import (
     Evaluation,
     HeadsMeasured,
     Induction,
+    Labelled,
     Recall,
     Row,
     RunInfo,
@@ -41,6 +42,7 @@ RECALL = "recall.json"
 INDUCTION = "induction.json"
 HEADS = "heads.json"
 CLASSIFICATION = "classification.json"
+LABELLED = "labelled.json"
 TASKS = "tasks.json"
 INSPECTION = "inspect"
 
@@ -53,11 +55,12 @@ MEASURED: dict[type[BaseModel], tuple[str, str]] = {
     Induction: (INDUCTION, "run `softfocus induction {}`"),
     HeadsMeasured: (HEADS, "run `softfocus heads {}`"),
     Classification: (CLASSIFICATION, "run `softfocus classify {}`"),
+    Labelled: (LABELLED, "run `softfocus classify {} --data FOLDER`"),
     Tasks: (TASKS, "run the study or claim of {} again"),
 }
 """What a finished run may be measured by: the file, and how to make it."""
 
-Measured = TypeVar("Measured", Evaluation, Recall, Induction, HeadsMeasured, Classification, Tasks)
+Measured = TypeVar("Measured", Evaluation, Recall, Induction, HeadsMeasured, Classification, Labelled, Tasks)
 _ByRow = TypeVar("_ByRow", Recall, Induction, HeadsMeasured)
 _Model = TypeVar("_Model", bound=BaseModel)
 _P = ParamSpec("_P")

@@ -390,6 +390,29 @@ class Classification(Measurement):
     counts: list[int] = Field(description="examples of each document")
 
 
+class LabelledRow(Record):
+    """Accuracy of one run's model after fine-tuning on one labelled data set."""
+
+    data: str = Field(description="the name of its folder")
+    fields: list[str] = Field(description="whose texts make an example")
+    labels: list[str]
+    examples: int = Field(description="of the training")
+    held_out: int = Field(description="examples that are held out")
+    cut: int = Field(description="examples of both that were longer than the training length: their last tokens stay")
+    epochs: int = Field(description="passes over the training examples")
+    accuracy: float = Field(description="share of right answers on the examples that are held out")
+    standard_error: float
+    commonest: float = Field(description="share of them that have the commonest label of the training")
+    answers: list[str] = Field(description="the label that the model gave each")
+
+
+class Labelled(Measurement):
+    """Accuracy of one run's model after fine-tuning on labelled data sets."""
+
+    seed: int = Field(description="the training seed, and that of the fine-tuning")
+    rows: list[LabelledRow]
+
+
 class HeadRow(Record):
     """Loss with one head narrowed to the last keys, in nats summed over the tokens of each
     document.

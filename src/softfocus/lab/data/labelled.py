@@ -1,0 +1,172 @@
+"""Labelled examples: JSONL files in the layout of SuperGLUE's tasks, as ids of a tokenizer."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from softfocus.lab.data.tokenizer import Encoder
+from softfocus.lab.errors import LabError
+
+LABEL = "label"
+TRAINING, HELD_OUT = "train.jsonl", ("val.jsonl", "validation.jsonl")
+"""SuperGLUE's names; its test.jsonl has no labels."""
+_REMEDY = f"a line is an object with text fields and a field '{LABEL}'"
+
+
+class Examples(Dataset[dict[str, Any]]):
+    """Examples of one file.
+
+    Args:
+        inputs: ids of each example, not empty.
+        labels: int64 [count], the place of each example's label among the names.
+
+    Attributes:
+        inputs, labels: the arguments.
+    """
+
+    def __init__(self, inputs: list[list[int]], labels: NDArray[np.int64]) -> None:
+        self.inputs, self.labels = inputs, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.inputs[index], "labels": int(self.labels[index])}
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A data set of two files.
+
+    Attributes:
+        name: of its folder.
+        fields: whose texts make an example, in this order.
+        labels: the names of the classes.
+        training, held_out: the examples.
+        cut: how many of them were longer than the model takes.
+    """
+
+    name: str
+    fields: tuple[str, ...]
+    labels: tuple[str, ...]
+    training: Examples
+    held_out: Examples
+    cut: int
+
+
+def read(folder: Path, tokenizer: Any, longest: int, fields: Sequence[str] = ()) -> Labelled:
+    """Read train.jsonl and val.jsonl of a folder.
+
+    The fields of an example are joined by line ends. Of an example that is too long the last
+    tokens are kept.
+
+    Args:
+        folder: holds train.jsonl, and val.jsonl or validation.jsonl.
+        tokenizer: of the model.
+        longest: tokens that an example may have.
+        fields: whose texts make an example; by default all that hold text in the first line of
+            train.jsonl, but the label.
+
+    Raises:
+        LabError: a file that is missing, empty, or not JSONL; a line that lacks a field or its
+            label, or that holds no text; fewer than two labels; a label that is only held out.
+    """
+    training, held_out = (_lines(_file(folder, names)) for names in ((TRAINING,), HELD_OUT))
+    wanted = tuple(fields) or _text_fields(training[0].values)
+    names = tuple(sorted({_label(line) for line in training}))
+    if len(names) < 2:
+        raise LabError(f"{TRAINING}: every label is {names[0]!r}", "classify examples of two labels or more")
+    encode, made, cut = Encoder(tokenizer), [], 0
+    for lines in (training, held_out):
+        inputs = [ids for ids, _ in encode([_text(line, wanted) for line in lines])]
+        for line, ids in zip(lines, inputs, strict=True):
+            if not ids:
+                raise LabError(f"{line.place}: there is no text in {', '.join(wanted)}", "remove the line")
+            if _label(line) not in names:
+                raise LabError(f"{line.place}: no line of {TRAINING} has the label {_label(line)!r}", "use its labels")
+        cut += sum(len(ids) > longest for ids in inputs)
+        labels = np.array([names.index(_label(line)) for line in lines], dtype=np.int64)
+        made.append(Examples([ids[-longest:] for ids in inputs], labels))
+    return Labelled(folder.resolve().name, wanted, names, made[0], made[1], cut)
+
+
+def padded(batch: Sequence[dict[str, Any]], end: int) -> dict[str, torch.Tensor]:
+    """Examples of one batch, padded on the right.
+
+    Args:
+        batch: of `Examples`.
+        end: the id of the padding.
+
+    Returns:
+        input_ids and attention_mask, int64 [batch, longest]; labels, int64 [batch].
+    """
+    most = max(len(one["input_ids"]) for one in batch)
+    inputs = torch.full((len(batch), most), end)
+    mask = torch.zeros(len(batch), most, dtype=torch.int64)
+    for row, one in enumerate(batch):
+        inputs[row, : len(one["input_ids"])] = torch.tensor(one["input_ids"])
+        mask[row, : len(one["input_ids"])] = 1
+    return {"input_ids": inputs, "attention_mask": mask, "labels": torch.tensor([one["labels"] for one in batch])}
+
+
+def _file(folder: Path, names: Sequence[str]) -> Path:
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    what = f"there is no {' or '.join(names)} in {folder}" if folder.is_dir() else f"there is no folder {folder}"
+    raise LabError(what, f"--data takes a folder with {TRAINING} and {HELD_OUT[0]}, as SuperGLUE's tasks have them")
+
+
+@dataclass(frozen=True)
+class _Line:
+    place: str  # file and line, for errors
+    values: dict[str, Any]
+
+
+def _lines(file: Path) -> list[_Line]:
+    found = []
+    try:
+        # Not splitlines: a JSON string may hold U+2028, which splits lines for Python alone
+        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+            place = f"{file}, line {number}"
+            if line.strip():
+                values = json.loads(line)
+                if not isinstance(values, dict):
+                    raise LabError(f"{place}: it is not an object", _REMEDY)
+                found.append(_Line(place, values))
+    except json.JSONDecodeError as error:
+        raise LabError(f"{place}: it is not JSON: {error.msg}", _REMEDY) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise LabError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}", _REMEDY) from None
+    if not found:
+        raise LabError(f"{file} has no line", _REMEDY)
+    return found
+
+
+def _text_fields(values: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(key for key, value in values.items() if key != LABEL and isinstance(value, str))
+
+
+def _text(line: _Line, fields: Sequence[str]) -> str:
+    for field in fields:
+        if not isinstance(line.values.get(field), str):
+            there = ", ".join(_text_fields(line.values)) or "none"
+            what = f"{line.place}: the field {field!r} holds no text (fields that do: {there})"
+            raise LabError(what, "name fields that every line has, with --fields")
+    if not fields:
+        raise LabError(f"{line.place}: no field holds text", _REMEDY)
+    return "\n".join(line.values[field] for field in fields)
+
+
+def _label(line: _Line) -> str:
+    value = line.values.get(LABEL)
+    if not isinstance(value, str | int):
+        raise LabError(f"{line.place}: the field '{LABEL}' is {value!r}", "a label is text, a whole number or a bool")
+    return value if isinstance(value, str) else json.dumps(value)
