@@ -15,6 +15,8 @@ eight keys have a cosine of 0.7 with it.
 ``model``: a GPT-NeoX of 2 layers, trained in float32 on the standard library's sources, then its
 gradients on held-out text in several precisions, held against float64's. ``trainings``: the loss of
 trainings in several precisions.
+
+Over 400 lines: one script, so that whoever repeats the results needs this file alone.
 """
 
 import argparse
