@@ -2,6 +2,7 @@
 the formula.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,17 +20,7 @@ def test_the_difference_is_taken_of_two_whole_attentions(mechanism: str) -> None
     """LASER(A1, V) - lambda LASER(A2, V), in float64: the logarithm of the difference itself need
     not exist.
     """
-    torch.manual_seed(0)
-    config = DiffLlamaConfig(
-        vocab_size=30,
-        hidden_size=2 * PAIRS * HEAD,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2 * PAIRS,
-        num_key_value_heads=2 * PAIRS,
-        initializer_range=0.3,
-    )
-    model = softfocus.hf.use(DiffLlamaForCausalLM(config).double(), mechanism)
+    model = made(mechanism).double()
     seen: dict[str, Any] = {}
     module = model.model.layers[0].self_attn
 
@@ -41,6 +32,36 @@ def test_the_difference_is_taken_of_two_whole_attentions(mechanism: str) -> None
         model(input_ids=torch.randint(30, (3, LENGTH)), use_cache=False)
         expected = by_hand(module, seen["hidden_states"], seen["position_embeddings"], laser=mechanism == "laser")
     torch.testing.assert_close(seen["output"], expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("mechanism", ["ssmax", "lssar"])
+def test_it_comes_back_with_what_the_mechanism_learned(mechanism: str, tmp_path: Path) -> None:
+    """Its lambdas are on the CPU while from_pretrained builds all else on the meta device."""
+    model = made(mechanism)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "softfocus_" in name:
+                parameter.add_(torch.rand_like(parameter))
+    ids = torch.randint(30, (3, LENGTH))
+    model.save_pretrained(tmp_path)
+    loaded = DiffLlamaForCausalLM.from_pretrained(tmp_path)
+    assert {name for name, _ in loaded.named_parameters()} == {name for name, _ in model.named_parameters()}
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
+
+
+def made(mechanism: str) -> DiffLlamaForCausalLM:
+    torch.manual_seed(0)
+    config = DiffLlamaConfig(
+        vocab_size=30,
+        hidden_size=2 * PAIRS * HEAD,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2 * PAIRS,
+        num_key_value_heads=2 * PAIRS,
+        initializer_range=0.3,
+    )
+    return softfocus.hf.use(DiffLlamaForCausalLM(config), mechanism)
 
 
 def by_hand(module: Any, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], *, laser: bool) -> torch.Tensor:
