@@ -180,9 +180,17 @@ def test_a_cpu_kernel_has_no_default(field, monkeypatch):
 
 
 @pytest.mark.kernels
-def test_a_phi_without_a_case_in_cpp_is_an_error(monkeypatch):
-    """FUSED lists one that ``with_phi`` in ``csrc/pointwise.h`` lacks."""
-    monkeypatch.setattr(cpu, "FUSED", (*FUSED, "fake"))
+@pytest.mark.parametrize("what", ["phi", "dtypes"])
+def test_a_number_without_a_case_in_cpp_is_an_error(what, monkeypatch):
+    """FUSED lists a phi that ``with_phi`` in ``csrc/pointwise.h`` lacks, or CARRIES a dtype that
+    ``count_dtypes`` in ``csrc/tensor.h`` lacks.
+    """
+    if what == "phi":
+        monkeypatch.setattr(cpu, "FUSED", (*FUSED, "fake"))
+        message = f"have {len(FUSED)} phi and pointwise.FUSED has {len(FUSED) + 1}"
+    else:
+        monkeypatch.setattr(cpu, "CARRIES", replace(cpu.CARRIES, dtypes=(*cpu.CARRIES.dtypes, torch.float64)))
+        message = "have 3 dtypes and CARRIES has 4"
     for name in ("softfocus_forward", "softfocus_backward"):
         monkeypatch.setattr(getattr(build.library(), name), "argtypes", None)
     query = torch.ones(1, 1, 4, 8)
@@ -192,15 +200,15 @@ def test_a_phi_without_a_case_in_cpp_is_an_error(monkeypatch):
         lambda: cpu.runner(call),
         lambda: cpu.backward(call, query, False),
     ):
-        with pytest.raises(RuntimeError, match=f"have {len(FUSED)} phi and pointwise.FUSED has {len(FUSED) + 1}"):
+        with pytest.raises(RuntimeError, match=message):
             run()
 
 
 @pytest.mark.parametrize("field", CHOICES)
 @pytest.mark.parametrize("name", ["tiled", "reference"])
-def test_a_formula_knows_what_it_does_not_know(name, field, monkeypatch):
-    """Even where somebody declares a value that nobody has written: none of them stands for
-    whatever is left.
+def test_a_formula_has_no_default(name, field, monkeypatch):
+    """Even where a backend declares a value that it does not implement: no branch stands for all
+    other values.
     """
     monkeypatch.setitem(CHOICES, field, (*CHOICES[field], "fake"))
     backend = dispatch.BACKENDS[name]
@@ -228,9 +236,9 @@ for changes, name in (
     ({"visibility": Visibility(4, 4, sink_length=3)}, "sink_length"),
 ):
     call = Call(x, x, x, **{"visibility": Visibility(4, 4), "mechanism": Mechanism(), "scale": 1.0, **changes})
-    again = unpack(pack(call))
-    assert (again.softcap, again.visibility.sink_length) == (call.softcap, call.visibility.sink_length)
-    assert again.gain is call.gain
+    unpacked = unpack(pack(call))
+    assert (unpacked.softcap, unpacked.visibility.sink_length) == (call.softcap, call.visibility.sink_length)
+    assert unpacked.gain is call.gain
     assert optional_arguments(pack(call)) == {name}, optional_arguments(pack(call))
     for backend in dispatch.BACKENDS:
         assert dispatch.supports(backend, call) == f"{name} is not carried", backend

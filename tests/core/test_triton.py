@@ -846,6 +846,26 @@ def _store_and_load(row_vectors, out, algebra):
     tl.store(out + q_offsets, loaded.delta)
 
 
+@jit
+def _value_at_infinite_shift(out, algebra):
+    s = tl.arange(0, 16).to(tl.float32) - 8.0
+    f = algebra.phi.value(s, tl.zeros_like(s) + float("inf"), algebra)
+    tl.store(out + tl.arange(0, 16), f)
+
+
+@pytest.mark.parametrize("phi", FUSED)
+def test_phi_at_an_infinite_shift_is_what_it_declares(quiet, phi):
+    """The backward gives rows that it does not compute such a shift."""
+    from softfocus.backends.triton.inputs import algebra_of
+
+    out = torch.empty(16, device=DEVICE)
+    for dtype in (SINGLE, HALF):
+        algebra = algebra_of(Mechanism(phi=phi), False, False, dtype)
+        if algebra.shifted.value:
+            _value_at_infinite_shift[(1,)](out, algebra)
+            assert bool((out == 0).all()) == algebra.phi.zero_at_infinite_shift.value
+
+
 def test_row_vectors_that_lie_beyond_32_bits(quiet):
     """As with 2^28 rows or more over all heads."""
     from softfocus.backends.triton.inputs import algebra_of, array

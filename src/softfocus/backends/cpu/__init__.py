@@ -97,8 +97,9 @@ def _kernel(name: str) -> Callable[..., int]:
     """A kernel, with its argument types declared, so that ctypes takes numbers for pointers.
 
     Raises:
-        RuntimeError: ``with_phi`` in ``csrc/pointwise.h`` lacks a phi of FUSED, or has one more. A
-            number without a case would compute nothing.
+        RuntimeError: ``with_phi`` in ``csrc/pointwise.h`` lacks a phi of FUSED, or ``Dtype`` in
+            ``csrc/params.h`` a dtype of CARRIES; or one of them has one more. A number without a
+            case would compute nothing, or read memory as another dtype.
     """
     library = build.library()
     kernel: Any = getattr(library, name)
@@ -108,6 +109,11 @@ def _kernel(name: str) -> Callable[..., int]:
             raise RuntimeError(
                 f"softfocus: the CPU kernels have {count} phi and pointwise.FUSED has {len(FUSED)}: see "
                 "docs/adding-a-phi.md"
+            )
+        count, dtypes = c_int64.in_dll(library, "softfocus_dtype_count").value, len(CARRIES.dtypes)
+        if count != dtypes:
+            raise RuntimeError(
+                f"softfocus: the CPU kernels have {count} dtypes and CARRIES has {dtypes}: see csrc/tensor.h"
             )
         kernel.argtypes = [c_char_p] + [c_void_p] * (_PARAMETERS[name] - 1)
     return kernel

@@ -21,9 +21,11 @@ CACHE = "SOFTFOCUS_KERNEL_CACHE"
 CXXFLAGS = "SOFTFOCUS_CXXFLAGS"
 
 COMPILERS = ("c++", "g++", "clang++")
-# Not -ffast-math, which assumes that there is no NaN and no infinity
+# Not -ffast-math, which assumes that there is no NaN and no infinity. -Werror=switch: a switch over
+# an enumeration must have a case for each of its values
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wextra",
+    "-Werror=switch",
 )  # fmt: skip
 NATIVE = dict.fromkeys(("x86_64", "amd64", "i686"), "-march=native")
 NATIVE |= dict.fromkeys(("aarch64", "arm64", "ppc64le"), "-mcpu=native")

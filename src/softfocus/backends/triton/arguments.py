@@ -206,6 +206,10 @@ class Phi(NamedTuple):
         score_unit: constexpr, the factor of the scores: log2 e for a phi made of exponentials, else
             1.
         phi_unit: constexpr, the factor of phi: log2 e for softplus, else 1.
+        zero_at_infinite_shift: constexpr, whether ``value`` is 0 for every finite s where the shift
+            is inf (``backward_rows.load_row_vectors``). False for a phi that would compute 0 * inf
+            there, as softplus does. Such a phi must be finite for every finite s where the shift is
+            0.
     """
 
     value: Any
@@ -216,6 +220,7 @@ class Phi(NamedTuple):
     shift: Any = None
     score_unit: tl.constexpr = tl.constexpr(1.0)
     phi_unit: tl.constexpr = tl.constexpr(1.0)
+    zero_at_infinite_shift: tl.constexpr = tl.constexpr(True)
 
 
 class Blocks(NamedTuple):

@@ -55,7 +55,7 @@ constexpr float TIE_TOLERANCE = 128 * std::numeric_limits<float>::epsilon();
 constexpr int64_t MAX_UNTHRESHOLDED_COUNT = 3;
 
 // What the three functions below return for a number without a case, so that the row is NaN. Each
-// of their switches has a case for every value (-Wswitch).
+// of their switches has a case for every value (-Werror=switch).
 constexpr float UNKNOWN = std::numeric_limits<float>::quiet_NaN();
 
 // The constants of a row that sees `count` keys. The first is c_i without the head scale.

@@ -48,6 +48,25 @@ inline vhalf to_float16(vfloat x) {
   return __builtin_convertvector(u | sign, vhalf);
 }
 
+// How many dtypes there are. The backend raises a RuntimeError unless this is the length of
+// CARRIES.dtypes (__init__.py), and so sends no other number. The functions below rely on that:
+// they take a number that is neither FLOAT32 nor BFLOAT16 for FLOAT16. An error path in them would
+// change what the compiler inlines into hot loops. A new Dtype needs a case here (-Werror=switch)
+// and a branch in read_element(), read_row(), write_row() and with_element().
+constexpr int64_t count_dtypes() {
+  int64_t n = 0;
+  for (bool known = true; known; n += known) {
+    known = false;
+    switch (Dtype(n)) {
+      case FLOAT32:
+      case BFLOAT16:
+      case FLOAT16:
+        known = true;
+    }
+  }
+  return n;
+}
+
 // One element of x [B, H, L, width], as a float
 inline float read_element(const TensorView& x, int64_t dtype, int64_t b, int64_t h, int64_t i, int64_t d) {
   int64_t offset = b * x.stride[0] + h * x.stride[1] + i * x.stride[2] + d * x.stride[3];

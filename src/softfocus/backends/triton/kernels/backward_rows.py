@@ -102,12 +102,11 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active, EXACT: tl.co
         weight_factor = loading.load_row_vector(row_vectors, b, h, q_offsets, WEIGHT_FACTOR, active, 0.0)
         grad_factor = loading.load_row_vector(row_vectors, b, h, q_offsets, GRAD_FACTOR, active, 0.0)
         if algebra.shifted:
-            # Rows that are not active load no shift. Their score may be a large bias, whose
-            # exponential overflows. With shift = inf their weight is 2^-inf = 0. Softplus grows
-            # linearly and needs no such shift. It must not have it either: its polynomial would
-            # compute 0 * inf
-            is_softplus: tl.constexpr = algebra.phi.phi_unit != 1.0  # no other phi has such a unit
-            inactive_shift: tl.constexpr = 0.0 if is_softplus else float("inf")
+            # A row that is not active must have weight 0. Its score is the bias alone, and its phi
+            # may overflow: weight_factor = 0 times inf would be NaN. With ``shift_holds_norm``
+            # weight_factor is not used at all. The shift inf makes phi 2^-shift 0. A phi that is
+            # not 0 there (softplus) grows linearly and does not overflow: its rows get the shift 0
+            inactive_shift: tl.constexpr = float("inf") if algebra.phi.zero_at_infinite_shift else 0.0
             shift = loading.load_row_vector(row_vectors, b, h, q_offsets, SHIFT, active, inactive_shift)
         if algebra.reweighted:
             mean_grad = loading.load_row_vector(row_vectors, b, h, q_offsets, MEAN_GRAD, active, 0.0)

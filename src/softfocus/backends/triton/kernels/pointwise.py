@@ -361,7 +361,7 @@ PHI = {
     "exp": Phi(_exp, _exp, _log_exp, _tail_log_derivative, _NO_ZEROS, shift=_exp_shift, score_unit=LOG2E),
     "softplus": Phi(
         _softplus, _softplus_derivative, _log_softplus, _tail_log_derivative, _NO_ZEROS,
-        shift=_softplus_shift, score_unit=LOG2E, phi_unit=LOG2E),
+        shift=_softplus_shift, score_unit=LOG2E, phi_unit=LOG2E, zero_at_infinite_shift=tl.constexpr(False)),
     "sigmoid": Phi(
         _sigmoid, _sigmoid_derivative, _log_sigmoid, _tail_log_derivative, _NO_ZEROS,
         shift=_sigmoid_shift, score_unit=LOG2E),
