@@ -7,11 +7,19 @@
 //     dS_j = (dA_j - D) * weight_scale * phi'(s_j)                without re-weighting
 //     dS_j = (g_j - o mean(g)) * inverse_spread * phi'(s_j)       with it, where
 //     g_j = p u_j^(p-1) (dA_j - D) / sum u^p
-// gradients_dense.inl.h does the former, over all keys; gradients_reweighted.inl.h the latter, over
-// lists of live keys.
+//     dL/dp = sum_j A_j (dA_j - D) log u_j
+// g_j is dL/du_j. The term o mean(g) comes from the threshold o sum_k phi_k / N: each phi lowers
+// every u. dL/dp follows from dA_j/dp = A_j (log u_j - sum_k A_k log u_k): u does not depend on p.
+// gradients_dense.inl.h computes rows without re-weighting, over all keys.
+// gradients_reweighted.inl.h computes re-weighted rows, over lists of live keys.
 //
-// LASER (gradients_laser.inl.h) passes on dL/d(A e^(V - M)) in place of dL/dO. The exact sums pass
-// on the product A dL/dA, since dL/dA alone may overflow.
+// LASER (gradients_laser.inl.h): dL/d(A e^(V - M)) = dO / (A e^(V - M)) takes the place of dO. For
+// an exact sum this quotient may overflow. There it is set to 0, so that dA_j lacks the columns
+// with an exact sum. Their part of A_j dA_j is finite. It is kept as the exact term
+//     X_j = sum_d dO_d A_j e^(v_jd - out_d)                       over the exact sums d of the row
+// and is added to A_j dA_j wherever that product occurs:
+//     D = sum_j (A_j dA_j + X_j)
+//     A_j (dA_j - D) + X_j in place of A_j (dA_j - D), in dS, g and dL/dp
 #pragma once
 
 #include "output.h"
@@ -87,10 +95,10 @@ class RowGradients {
   Buffer<float> list_u;
   Buffer<int64_t> list_start;   // [tiles, BLOCK_Q], where the list of a tile and row begins
   Buffer<uint8_t> list_length;  // [tiles, BLOCK_Q], its length
-  // [BLOCK_Q, row_stride], A dL/dA of the exact sums by offset j; only rows with has_exact are set
+  // [BLOCK_Q, row_stride], the exact terms X_j by offset j; only rows with has_exact are set
   Buffer<float> exact_terms;
   bool has_exact[BLOCK_Q];            // rows with at least one exact sum
-  double exact_log_sum[BLOCK_Q];      // of these rows: sum_j A dL/dA log u
+  double exact_log_sum[BLOCK_Q];      // of these rows: sum_j X_j log u_j
   KeyRange strip_keys[BLOCK_Q / MR];  // the keys that each strip sees in the tile at hand
   float delta[BLOCK_Q];               // D_i
   // Re-weighted rows: D_i in double minus delta. Both are subtracted from dA, so that digits are
@@ -152,7 +160,7 @@ class RowGradients {
   template <bool DROPOUT>
   void compute_listed_grad_weights(const GradientTensors& grads);
   float u_at(int64_t r, int64_t j) const;
-  void add_exact_terms(int64_t r, double& delta_i, double& exact_g_sum);
+  void add_exact_terms(int64_t r, double& delta_i, double& exact_over_u);
   // listed_grad_scores() computes dL/ds and also adds dV, in scatter_grad_phi().
   template <bool DROPOUT>
   void listed_grad_scores(int64_t start_k, RowView v, float* grad_values);

@@ -7,7 +7,8 @@
 namespace softfocus {
 
 // Computes the output again. An exact sum gives key j the share w_j = A_j e^(v_j - out). The
-// function adds dO w_j to grad_values and to exact_terms, and sets that element of grad_out to 0.
+// function adds dO w_j to grad_values, where it is dL/dv_j, and to exact_terms (X_j), and sets that
+// element of grad_out to 0.
 // For the other outputs it turns grad_out into dL/d(A e^(V - M)), which the matrix products use.
 template <typename Phi>
 inline void RowGradients<Phi>::laser_backward(float* grad_values) {

@@ -12,7 +12,8 @@ namespace softfocus {
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors& grads) {
-  // Sums of u^p, u^(p-1) and u^p log u over the live keys; _grad: each term times dA
+  // Sums of u^p, u^(p-1) and u^p log u over the live keys; _grad: each term times dA. delta needs
+  // the first pair, sum g the second, dL/dp the third.
   struct RowSums {
     DoubleSum u_p, u_p_grad, u_pm1, u_pm1_grad, u_p_log, u_p_log_grad;
     int64_t n_live = 0;
@@ -55,6 +56,7 @@ inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors
             row.u_p.add(u_p), row.u_p_grad.add_product(u_p, da_e);
             row.u_pm1.add(u_pm1), row.u_pm1_grad.add_product(u_pm1, da_e);
             if (grads.grad_power) {
+              // After the list's end u is 0, and log u is -inf.
               vfloat u_p_log = u == 0.0f ? vfloat{} : u_p * logarithm(u);
               row.u_p_log.add(u_p_log), row.u_p_log_grad.add_product(u_p_log, da_e);
             }
@@ -70,15 +72,18 @@ inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors
            delta_i = power_sum == 0.0 ? 0.0 : row.u_p_grad.total() / power_sum;
     if (!has_exact[r]) single_key[r] = row.n_live == 1;  // else laser_backward() has set it
     precise_inverse_power_sum[r] = power_sum == 0.0 ? 1.0f : float(1.0 / power_sum);
-    double exact_g_sum = 0.0;  // sum of exact_terms / u; times p the exact sums' part of sum g
-    if (has_exact[r]) add_exact_terms(r, delta_i, exact_g_sum);
+    double exact_over_u = 0.0;  // sum_j X_j / u_j
+    if (has_exact[r]) add_exact_terms(r, delta_i, exact_over_u);
     delta[r] = float(delta_i);
     delta_error[r] = float(delta_i - delta[r]);
+    // Such a row has dS = 0 and dL/dp = 0: power_over_sum, mean_term and grad_power stay 0.
     if (constant_weights(r)) continue;
     power_over_sum[r] = power * precise_inverse_power_sum[r];
-    double g_sum = power_over_sum[r] * (row.u_pm1_grad.total() - delta_i * row.u_pm1.total()) + power * exact_g_sum;
+    // sum_j g_j; the exact term's part of g_j is p X_j / u_j
+    double g_sum = power_over_sum[r] * (row.u_pm1_grad.total() - delta_i * row.u_pm1.total()) + power * exact_over_u;
     mean_term[r] = block.threshold_on[r] == 0.0f ? 0.0f : float(-g_sum / block.count[r] * block.inverse_spread[r]);
-    // peak is NaN in a row that sees a NaN.
+    // dL/dp = sum_j (A_j (dA_j - D) + X_j) log u_j, but 0 in a tied row, which keeps its l1
+    // weights. In a row that sees a NaN peak is NaN, so that the condition holds, and dL/dp is NaN.
     if (grads.grad_power && !(block.peak[r] <= TIE_TOLERANCE))
       grad_power[r] = float((row.u_p_log_grad.total() - delta_i * row.u_p_log.total()) * precise_inverse_power_sum[r] +
                             (has_exact[r] ? exact_log_sum[r] : 0.0));
@@ -95,13 +100,15 @@ inline float RowGradients<Phi>::u_at(int64_t r, int64_t j) const {
   return block.phi_to_u(r)(f)[j - vector_begin];
 }
 
-// Adds the exact sums' part to delta_i, and in a row with a threshold to exact_g_sum.
+// Adds X_j of all keys to delta_i, and in a row with a threshold X_j / u_j to exact_over_u. A row
+// without one does not need the second sum, since no mean of g reaches its keys. There u_j may also
+// underflow. With a threshold u_j is a normal number wherever X_j is not 0 (log_u_of_stored()).
 template <typename Phi>
-inline void RowGradients<Phi>::add_exact_terms(int64_t r, double& delta_i, double& exact_g_sum) {
+inline void RowGradients<Phi>::add_exact_terms(int64_t r, double& delta_i, double& exact_over_u) {
   for (int64_t j = 0; j < block.key_end - block.key_begin; ++j)
-    if (float x = exact_terms[r * block.row_stride + j]; x != 0.0f) {
-      delta_i += x;
-      if (block.threshold[r] != 0.0f) exact_g_sum += x / u_at(r, j);
+    if (float term = exact_terms[r * block.row_stride + j]; term != 0.0f) {
+      delta_i += term;
+      if (block.threshold[r] != 0.0f) exact_over_u += term / u_at(r, j);
     }
 }
 
@@ -161,7 +168,7 @@ inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowV
 }
 
 // Turns g * inverse_spread of a row into dL/ds: adds mean_term, multiplies by phi'(s), adds the
-// exact sums' part.
+// exact terms, p X_j d log u_j / ds_j.
 template <typename Phi>
 inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k) {
   KeyRange keys = strip_keys[r / MR];

@@ -6,7 +6,8 @@
 
 namespace softfocus {
 
-// Reads the rows' queries; sets the constants that depend on them and on N_i alone.
+// Reads the rows' queries. Sets the constants of their scores that depend on the query and on N_i
+// alone: s = dot product * dot_scale + row_bias + b_ij, on AMX also times the key's key_factor.
 template <typename Phi>
 inline void RowBlock<Phi>::read_queries() {
   int64_t amx_width = round_up(params.head_dim, AMX_DIMS);
@@ -21,6 +22,9 @@ inline void RowBlock<Phi>::read_queries() {
       read_row(params.query, params.dtype, batch_index, query_head, start_q + r, params.head_dim, query);
       query_nonfinite[r] = !all_finite(query, params.head_dim);
       if (query_nonfinite[r]) std::fill(query, query + padded_dim, 0.0f);
+      // AMX reads the query as given, perhaps times a power of two. l2_normalise() replaces `query`
+      // by its unit vector, and therefore comes second. The factor that pack_amx_row() returns
+      // makes AMX's dot products those of the final `query`.
       if (amx) dot_scale[r] = pack_amx_row(query, params.head_dim, params.cosine, amx_queries + r * amx_width);
       query_rnorm[r] = params.cosine ? l2_normalise(query, params.head_dim) : 1.0f;
       base_scale[r] = compute_base_scale(params, count[r]);
@@ -101,19 +105,21 @@ inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start
 }
 
 // Writes to `stored` the dot products of a strip, or of one row, with the keys that it sees in a
-// tile.
+// tile. Panels are [D, PANEL], one after another: each key takes D floats. A key is a column of its
+// panel.
 template <typename Phi>
 inline void RowBlock<Phi>::strip_dots(int64_t r, int64_t start_k, KeyRange seen, bool one_row) {
-  const float* panels = key_data->key_panels + (key_begin + start_k) * params.head_dim;
-  for (int64_t panel = start_k; panel < start_k + BLOCK_K; panel += PANEL) {
-    KeyRange keys{std::max(seen.begin, panel), std::min(seen.end, panel + PANEL)};
+  const float* tile_panels = key_data->key_panels + (key_begin + start_k) * params.head_dim;
+  for (int64_t start_panel = start_k; start_panel < start_k + BLOCK_K; start_panel += PANEL) {
+    KeyRange keys{std::max(seen.begin, start_panel), std::min(seen.end, start_panel + PANEL)};
     if (keys.empty()) continue;
-    const float* columns = panels + (panel - start_k) * params.head_dim + keys.begin - panel;
-    float *row = tile_row(r, start_k) + keys.begin, *query = queries + r * padded_dim;
+    // From the first key of `keys` on
+    const float* columns = tile_panels + (start_panel - start_k) * params.head_dim + keys.begin - start_panel;
+    float *dots = tile_row(r, start_k) + keys.begin, *query = queries + r * padded_dim;
     if (one_row)
-      panel_dots<1>(keys.vectors(), params.head_dim, query, padded_dim, columns, row, BLOCK_K);
+      panel_dots<1>(keys.vectors(), params.head_dim, query, padded_dim, columns, dots, BLOCK_K);
     else
-      panel_dots<MR>(keys.vectors(), params.head_dim, query, padded_dim, columns, row, BLOCK_K);
+      panel_dots<MR>(keys.vectors(), params.head_dim, query, padded_dim, columns, dots, BLOCK_K);
   }
 }
 

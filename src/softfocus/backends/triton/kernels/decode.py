@@ -146,7 +146,7 @@ def statistics(inputs, algebra, masks, parts, sums, scores, ROWS_STORED: tl.cons
         query_rnorm = loading.load_vector(inputs.query_rnorm, b, row_heads, q_offsets, inputs.query_length)
         scale = scale * norms.mantissa_of(query_rnorm)
     row_max, smallest_scaled_dot, shift, phi_sum = _initial_statistics(ROWS_STORED)
-    phi_error = phi_sum
+    phi_error = phi_sum  # 0: what additions to phi_sum have rounded off so far (``forward.two_sum``)
     end_key = stop_tile * blocks.BLOCK_K
     for first_key in range(first_tile * blocks.BLOCK_K, end_key, SCORES_AT_ONCE // ROWS_STORED):
         k_offsets = first_key + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
@@ -369,8 +369,11 @@ def combine(inputs, algebra, masks, parts, sums, splits, outputs, ROWS_STORED: t
     if algebra.reweighted:
         largest_phi = algebra.phi.value(row_max, shift, algebra)
         _threshold, _inverse_spread, _tied, peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest_phi)
+    # The forward's vector of full tiles with a large value, of which store_results takes the
+    # maximum: any length would do. In decoding it is 0, since every tile is treated as a partial
+    # one. The rows that see a large value are in needs_exact, from PART_MARK
+    no_large_value = tl.zeros([16], tl.float32)
     forward.store_results(
         inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, peak, acc,
-        needs_exact, tl.zeros([16], tl.float32),  # no large values: PART_MARK has marked their rows
-        blocks,
+        needs_exact, no_large_value, blocks,
     )  # fmt: skip

@@ -153,21 +153,24 @@ def expanded(row, AXIS: tl.constexpr):
 def log_weights(s, row, inputs, algebra, h):
     """log A and log u of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], -inf where A or u is 0.
 
-    A may underflow, so that log A is computed from log u, or from log phi. Where the threshold is
-    0, u may underflow, too, and log u is computed from log phi. Elsewhere u is 0 or well above
-    underflow.
+    A may underflow, and its logarithm is therefore a difference of logarithms: log phi - log Z, or
+    in re-weighted rows p log u - log sum u^p. log u is computed from u, which above a threshold is
+    0 or at least one ulp of phi, over the spread. In rows with threshold 0 (N_i <= 3) u is phi over
+    the largest phi and may underflow, too. There log u is computed from log phi. The callers use
+    log u for the gradient of the power alone, so that it is arbitrary in tied rows and without
+    re-weighting.
     """
     f = algebra.phi.value(s, row.shift, algebra)
     log_f = algebra.phi.log(s, row.shift, f)
-    result = log_f - tl.log(row.phi_sum)
-    log_u = result
+    log_weight = log_f - tl.log(row.phi_sum)  # l1 weights: without re-weighting, and in tied rows
+    log_u = log_weight  # not used without re-weighting, but Triton needs the name
     if algebra.reweighted:
         u = weighting.phi_to_u(f, row.threshold, row.inverse_spread, algebra)
         log_u = tl.where(u > 0.0, tl.log(tl.where(u > 0.0, u, 1.0)), float("-inf"))
         log_u = tl.where(row.threshold == 0.0, log_f + tl.log(row.inverse_spread), log_u)
         log_reweighted = weighting.head_power(inputs, algebra, h) * log_u - tl.log(row.power_sum)
-        result = tl.where(row.tied, result, log_reweighted)
-    return result, log_u
+        log_weight = tl.where(row.tied, log_weight, log_reweighted)
+    return log_weight, log_u
 
 
 @triton.jit

@@ -79,10 +79,14 @@ def head_power(inputs, algebra, h):
 
 @triton.jit
 def u_to_the_power(u, inputs, algebra, h, MINUS: tl.constexpr):
-    """u^(p - MINUS) of any shape, 0 where u is 0; MINUS is 0 or 1."""
+    """u^(p - MINUS) of any shape, 0 where u is 0; MINUS is 0 or 1.
+
+    u^(p - 1) is a factor of dA/du. For p = 1 it is 1, but 0 at u = 0: u = relu(..) does not depend
+    on a phi below the threshold.
+    """
     if inputs.power is None and algebra.power > MINUS:
         result = pointwise.whole_power(u, algebra.power - MINUS)
-    elif inputs.power is None:
+    elif inputs.power is None:  # algebra.power is at least 1: p - MINUS is 0
         result = tl.where(u == 0.0, 0.0, 1.0)
     else:
         result = tl.where(u == 0.0, 0.0, pointwise.any_power(u, tl.load(inputs.power + h) - MINUS, algebra.terms))
@@ -201,6 +205,9 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
         grad_factor = tl.where(tied, reciprocal_phi_sum, untied_factor)
         # u and power_sum of halves have lost the NaN of a row (``phi_to_u``); phi_sum has it
         weight_factor += phi_sum - phi_sum
+        # A tied row keeps its l1 weights. Its u is phi over the largest phi, because ``phi_to_u``
+        # limits u of halves to 1; weight_factor multiplies by the largest phi again. The sign says
+        # which rows are tied, which saves the other kernels a row vector
         threshold, inverse_spread = (tl.where(tied, 0.0, threshold), tl.where(tied, -1.0 / tied_scale, inverse_spread))
         grad_factor = tl.where(one_key, 0.0, grad_factor)
     elif algebra.normaliser == "l1":
@@ -209,6 +216,10 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
             shift = shift - tl.log2(weight_factor)
             weight_factor = tl.full(weight_factor.shape, 1.0, tl.float32)
         one_key, grad_factor = (count == 1.0) | (phi_sum == largest_phi), weight_factor
+        # Where one key has all the weight, dL/ds of that key is 0, and rounding must not change it.
+        # The other keys have phi = 0 or far below the largest. Without zeros phi' is then as small,
+        # and the whole row gets 0. relu' of such a key is 1, and its dL/ds may be large: only keys
+        # above half the largest phi, which is the one key, get 0 (``weights_and_gradients``)
         if algebra.phi.has_zeros:
             threshold = tl.where(one_key, 0.5 * largest_phi, float("inf"))
         else:
