@@ -50,20 +50,20 @@ class Catalog(Mapping[str, Entry]):
     def __init__(self, entries: tuple[Entry, ...]):
         self._entries = {entry.name: entry for entry in entries}
         self._lock = Lock()
-        assert len(self._entries) == len(entries), "a name stands twice in the catalogue"
+        assert len(self._entries) == len(entries), "two entries of the catalogue have the same name"
 
     def add(self, entry: Entry) -> None:
-        """A further entry. Names are never given away again: callers keep what they made of a name.
+        """Add an entry. A name keeps its mechanism, because callers cache what they derive from it.
 
         Raises:
-            ValueError: the name stands for something else.
+            ValueError: another entry has the name.
         """
         with self._lock:
             if (known := self._entries.get(entry.name, entry)) != entry:
                 raise ValueError(
                     f"name: {entry.name!r} is taken ({known.source}: {known.equation}); choose another name"
                 )
-            self._entries = self._entries | {entry.name: entry}  # a new dict: others may be walking through the old one
+            self._entries = self._entries | {entry.name: entry}  # a new dict: other threads may iterate over it
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self._entries:

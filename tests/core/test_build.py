@@ -416,8 +416,8 @@ def test_a_file_that_others_decide_about_is_made_again(name, change, capfd):
 
 
 @needs_compiler
-def test_a_shared_folder_from_which_nobody_can_move_what_is_anothers_will_do(tmp_path):
-    """As /tmp is."""
+def test_a_sticky_folder_that_others_may_write_to_is_accepted(tmp_path):
+    """Such as /tmp."""
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o1777)
     build.build()

@@ -130,12 +130,12 @@ def test_steps_of_ended_sequences_need_one_that_goes_on(build, tokens):
     """
     layout = {"0": {"mechanism": "lssar", "window": 3}, "*": "lssar"}
     model, ids, real = softfocus.hf.use(build("llama"), layout), tokens(2, LENGTH), torch.ones(2, LENGTH).long()
-    cache, alone = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    cache, separate_cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
     logits(model, ids[:, :-1], attention_mask=real[:, :-1], past_key_values=cache)
-    logits(model, ids[1:, :-1], past_key_values=alone)
+    logits(model, ids[1:, :-1], past_key_values=separate_cache)
     real[0, -1] = 0
     step = logits(model, ids[:, -1:], attention_mask=real, past_key_values=copy.deepcopy(cache))
-    assert torch.allclose(step[1:], logits(model, ids[1:, -1:], past_key_values=alone), atol=1e-5)
+    assert torch.allclose(step[1:], logits(model, ids[1:, -1:], past_key_values=separate_cache), atol=1e-5)
     real[1, -1] = 0
     with pytest.raises(RuntimeError, match="no query sees the last key"):
         logits(model, ids[:, -1:], attention_mask=real, past_key_values=cache)
@@ -381,8 +381,8 @@ def test_groups_of_local_and_global_layers_are_separate_calls(tokens, monkeypatc
     mixed = calls[number : number + 2]
     for place, group in enumerate(groups):
         calls.clear()
-        alone = {key: value for key, value in group.items() if key != "heads"}
-        logits(softfocus.hf.use(make(), {str(number): alone, "*": "ssmax"}), ids)
+        whole_layer = {key: value for key, value in group.items() if key != "heads"}
+        logits(softfocus.hf.use(make(), {str(number): whole_layer, "*": "ssmax"}), ids)
         for mine, whole in zip(mixed[place], calls[number], strict=True):
             half = whole.shape[1] // 2
             want = whole[:, half * place : half * (place + 1)]

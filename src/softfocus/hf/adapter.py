@@ -219,8 +219,9 @@ def _of_heads(x: Tensor | None, heads: slice, total: int) -> Tensor | None:
 
 
 def _of_kept_keys(mask: Tensor, rows: int, keys: int, window: int) -> Tensor:
-    """The columns of a mask [.., Lk or more] that belong to the keys: a cache that keeps the keys
-    of a window alone hands over fewer than the mask tells of, and these are the last ones.
+    """The columns of a mask [.., Lk or more] that belong to the keys. A cache that keeps only the
+    keys of a window returns fewer keys than the mask has columns. They are those of the last
+    columns.
 
     Raises:
         ValueError: keys that the window sees are not there.

@@ -42,7 +42,7 @@ class UsageError(LabError):
 
 
 class Diverged(LabError):
-    """Training has gone wrong for good. That is a result: the same recipe does it again."""
+    """Training has diverged. That is a result: the same recipe diverges again."""
 
 
 class Interrupted(LabError):

@@ -218,7 +218,8 @@ def _refuse_others(folder: Path) -> None:
             found = path.stat()
         except OSError:
             continue
-        # In a sticky folder, as /tmp, others may write, but nobody moves what is another's
+        # Others may write to a sticky folder such as /tmp, but only a file's owner can move or
+        # remove it
         sticky = path == folder.parent and found.st_mode & stat.S_ISVTX
         why = _another_owner(found) or ("" if sticky else _open_to_others(found))
         if why:

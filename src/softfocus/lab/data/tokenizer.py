@@ -88,8 +88,8 @@ class Encoder:
             backend = type(tokenizer.backend_tokenizer)
             described = json.loads(tokenizer.backend_tokenizer.to_str())
             model = described["model"]
-            # Its own unknown token counts; Transformers may know of none, or of one that it never
-            # gives
+            # The backend's own unknown token is the one in its output. Transformers may have none,
+            # or another one, which the backend never returns
             unknown = model.get("unk_token") or None
             self._unknown = model.get("unk_id") if unknown is None else tokenizer.backend_tokenizer.token_to_id(unknown)
             if unknown is None and self._unknown is not None:
