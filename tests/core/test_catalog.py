@@ -114,10 +114,10 @@ def test_prints_as_a_table():
         assert mechanisms()[name].source in line
 
 
-def test_a_name_cannot_stand_twice():
-    twice = Entry("softmax", Mechanism(), "here")
-    with pytest.raises(AssertionError, match="twice"):
-        Catalog((twice, twice))
+def test_two_entries_cannot_have_the_same_name():
+    entry = Entry("softmax", Mechanism(), "here")
+    with pytest.raises(AssertionError, match="the same name"):
+        Catalog((entry, entry))
 
 
 LSSA_MECHANISM = Mechanism(**LSSA)
