@@ -117,8 +117,7 @@ def equip(module: nn.Module) -> None:
             module._parameters.pop(name, None)
         elif (there := module._parameters.get(name)) is None or there.shape != initial.shape:
             weight = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
-            # Under from_pretrained's meta device DiffLlama's first weight is on the CPU: torch.normal
-            # makes it
+            # DiffLlama's first weight is made by torch.normal, on the CPU under a meta device, too
             device = initial.device if initial.is_meta else weight.device
             module.register_parameter(name, nn.Parameter(initial.to(device, weight.dtype)))
     rotary.install(module, layer)

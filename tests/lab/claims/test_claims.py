@@ -451,10 +451,31 @@ def test_a_page_says_what_was_run_and_what_came_out(made: Any) -> None:
         "| c | 3 seeds, 1 diverged | 1.500 ± 0.000 |",
         "* Diverged: c, seed 1: the loss became nan at step 7.",
         "## Scale `gpt2`\n\n**Not testable here:** 124 M",
-        "## Scale `small`\n\n**Not run.**",
+        "## Scale `small`\n\n**Not run:** it takes a GPU",
         "`softfocus reproduce made-up --scale toy --seeds 3` runs it again.",
     ):
         assert " ".join(said.split()) in " ".join(text.split()), said
+
+
+def test_the_ledger_names_verdicts_that_rest_on_added_seeds(made: Any) -> None:
+    """Three seeds that differ in sign decide nothing; three more that agree do."""
+    claims = [statement(LOWER).model_copy(update={"name": name}) for name in ("decided-later", "decided-at-once")]
+    wide, clear = [[2.25], [1.98], [2.05]], [[3.0], [3.01], [2.99]]
+    found = {
+        claim.name: {"toy": made(a=[[1.0]] * 6, b=[[first[0] - 1.0] for first in three] + [[1.5], [1.5], [1.5]])}
+        for claim, three in zip(claims, (wide, clear), strict=True)
+    }
+    lines = [
+        (claim, dict.fromkeys(("toy", "small", "gpt2"), page.standing(claim, "toy", found[claim.name]["toy"])))
+        for claim in claims
+    ]
+    assert [standings["toy"] for _, standings in lines] == ["holds", "holds"]
+    text = " ".join(page.ledger(lines, found).split())  # type: ignore[arg-type]
+    assert "At the scale `toy` 2 claims have more than 3 seeds." in text
+    assert (
+        "With the first 3 seeds alone 1 verdict would differ: [t](decided-later.md) (holds, inconclusive before)."
+        in text
+    )
 
 
 def test_a_page_of_runs_that_all_failed(made: Any) -> None:

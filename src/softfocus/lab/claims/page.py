@@ -30,6 +30,11 @@ AWAY: dict[Scale, str] = {
 all the same.
 """
 
+ABSENT: dict[Scale, str] = {
+    "small": "it takes a GPU for some ten minutes a training, and GPUs were at hand for fifteen minutes at a time",
+}
+"""Why a claim was not run at a scale."""
+
 MARK = " \\*"
 """Beside a verdict in the ledger whose models were trained with an earlier recipe."""
 
@@ -93,7 +98,8 @@ def page(claim: Claim, found: dict[Scale, Results]) -> str:
             parts += _outcome(claim, scale, found[scale])
             continue
         why = _out_of_reach(claim, scale)
-        parts.append(_wrapped(f"**Not testable here:** {why}." if why else "**Not run.**"))
+        absent = f"**Not run:** {ABSENT[scale]}." if scale in ABSENT else "**Not run.**"
+        parts.append(_wrapped(f"**Not testable here:** {why}." if why else absent))
         if scale in claim.scales:
             parts.append(f"`{_command(claim, scale)}` runs it.")
     if not claim.exact and not found and claim.statements:
@@ -124,12 +130,13 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[
             cells = [f"{standings[SCALES[0]]}: exact, by test"] * len(SCALES)
         table.append([f"[{claim.title}]({claim.name}.md)", claim.source, *cells])
     head = (
-        f"{len(lines)} claims, {len(exact)} of them decided by tests that train nothing. A claim holds where all its "
-        "statements do, and fails where one of them does. A statement about losses is decided where more than two "
-        "standard errors say so (more for few seeds: Student's t; more for one of several comparisons to fail: Holm); "
-        f"with fewer than {SEEDS} seeds there is no verdict. "
+        f"{len(lines)} claims, {len(exact)} of them decided by tests that train nothing. A claim holds if all its "
+        "statements hold, and fails if one of them fails. A statement about losses holds or fails where the difference "
+        "is significant at the 5 % level by Student's t. Where it makes several comparisons, Holm's correction decides "
+        "whether one of them fails. Otherwise it is inconclusive. "
+        f"With fewer than {SEEDS} seeds there is no verdict. "
         "A verdict at the scales `toy` and `small` is about models of that size, and not about the paper's. "
-        "By chance up to one statement in twenty is judged wrongly, and statements that share a row err together. "
+        "Noise alone decides up to one statement in twenty. Statements that share a row err together. "
         "[Negated weights](softplus-table-1.md) show how far noise goes: they are softmax under another name."
     )
     if any(outdated.values()):
@@ -146,10 +153,12 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[
         f"recipes: {scales}."
     )
     shared = [line for scale in SCALES if (line := _shared(scale, lines, found))]
+    again = [line for scale in SCALES if (line := _looked_again(scale, lines, found))]
     parts = [
         "# The papers' claims",
         _wrapped(head),
         *([_wrapped(" ".join([*shared, _DEPENDENT]))] if shared else []),
+        *map(_wrapped, again),
         tables.table(["scale", *kinds], summary),
         tables.table(["claim", "source", *SCALES], table),
         _wrapped(foot),
@@ -158,9 +167,38 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[
 
 
 _DEPENDENT = (
-    "The verdicts of these are not independent. A softmax that came out well by chance speaks against all that are "
-    "held against it."
+    "The verdicts of these are not independent. If a training of softmax came out well by chance, all claims that "
+    "compare with it are affected."
 )
+
+
+def _looked_again(
+    scale: Scale, lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[str, dict[Scale, Results]]
+) -> str:
+    """Which verdicts rest on seeds that were added to the first ones; nothing where none were."""
+    more, changed = [], []
+    for claim, standings in lines:
+        results = found.get(claim.name, {}).get(scale)
+        seeds = sorted({run.info.seed for run in results.runs}) if results else []
+        if results is None or len(seeds) <= SEEDS or standings[scale] == "not testable here":
+            continue
+        more.append(claim)
+        runs = [run for run in results.runs if run.info.seed in seeds[:SEEDS]]
+        first = Results(claim=claim.name, scale=scale, created=results.created, runs=runs)
+        if (before := _verdict(judge(claim, first))) != standings[scale]:
+            changed.append(f"[{claim.title}]({claim.name}.md) ({standings[scale]}, {before} before)")
+    if not more:
+        return ""
+    text = (
+        f"At the scale `{scale}` {len(more)} claims have more than {SEEDS} seeds. In most of them seeds were added "
+        f"because {SEEDS} had been inconclusive. Looking twice makes it likelier that noise decides. "
+    )
+    names = "; ".join(changed)
+    return text + (
+        f"With the first {SEEDS} seeds alone {_count(len(changed), 'verdict')} would differ: {names}."
+        if changed
+        else ""
+    )
 
 
 def _shared(
@@ -257,7 +295,7 @@ def _runs(claim: Claim, scale: Scale, results: Results) -> str:
     """What was run: recipe, size, budget, seeds, commit, versions, machine."""
     infos = [run.info for run in results.runs]
     sizes = sorted({info.parameters for info in infos})
-    size = " to ".join(f"{parameters / 1e6:.2f}" for parameters in dict.fromkeys((sizes[0], sizes[-1])))
+    size = " to ".join(dict.fromkeys(f"{parameters / 1e6:.2f}" for parameters in (sizes[0], sizes[-1])))
     machines = sorted({f"{i.machine.cpu}, {i.machine.cores} cores, on {i.machine.device}" for i in infos})
     commits = sorted({short_commit(info.commit) for info in infos})
     torch = sorted({info.versions.get("torch", "?") for info in infos})
@@ -268,7 +306,7 @@ def _runs(claim: Claim, scale: Scale, results: Results) -> str:
     if results.overrides:
         base += f" with {_each(f'`{override}`' for override in results.overrides)}"
     return (
-        f"What was run: {len(infos)} trainings of {len(results.rows)} rows on the recipe {base} "
+        f"What was run: {len(infos)} trainings of {_count(len(results.rows), 'row')} on the recipe {base} "
         f"({size} M parameters, {_each(f'{count / 1e6:.2f}' for count in tokens)} M training tokens), {numbered}; "
         f"commit {_each(commits)}; torch {_each(torch)}; {_each(machines)}."
     )
@@ -278,6 +316,10 @@ def _command(claim: Claim, scale: Scale, results: Results | None = None) -> str:
     seeds = len({run.info.seed for run in results.runs} if results else ()) or SEEDS
     sets = "".join(f" --set {shlex.quote(override)}" for override in results.overrides) if results else ""
     return f"softfocus reproduce {claim.name} --scale {scale} --seeds {seeds}{sets}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number > 1 else "")
 
 
 def _each(texts: Iterable[str]) -> str:
