@@ -44,7 +44,7 @@ def _own(modules: list[nn.Module]) -> str:
 
 def _backend(module: nn.Module, group: Heads) -> str:
     """The backend of one group of heads, as the module is now: its device, dtype, and dropout while
-    it trains.
+    it trains. "none", with the reason, where attention() refuses them.
     """
     weight = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
     size = _head_size(module)
@@ -55,15 +55,18 @@ def _backend(module: nn.Module, group: Heads) -> str:
     causal, dropout = bool(getattr(module, "is_causal", True)), getattr(module, "attention_dropout", 0.0)
     learned = {name: query.new_ones(query.shape[1]) for name in group.learned}
     window = None if group.window is None else (group.window - 1, 0 if causal else group.window - 1)
-    found = explain(
-        *(query, query, query),
-        mechanism=group.mechanism,
-        is_causal=causal,
-        window_size=window,
-        dropout_p=dropout if module.training and isinstance(dropout, float) else 0.0,
-        head_scale=learned.get("head_scale"),
-        power=learned.get("power"),
-    )
+    try:
+        found = explain(
+            *(query, query, query),
+            mechanism=group.mechanism,
+            is_causal=causal,
+            window_size=window,
+            dropout_p=dropout if module.training and isinstance(dropout, float) else 0.0,
+            head_scale=learned.get("head_scale"),
+            power=learned.get("power"),
+        )
+    except ValueError as error:  # LASER refuses dropout, which only training has
+        return f"none ({error})"
     fused = _FUSED.get(query.device.type, found.backend)
     return found.backend if found.backend == fused else f"{found.backend} (not {fused}: {found.reasons[fused]})"
 

@@ -8,6 +8,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from softfocus.hf.config import hook, layout_of
 from softfocus.layout import Layer, Layout
 
+_SLICING = {"doge"}
+"""Types of model whose attention takes the first columns of its mask itself, as many as there are
+keys. Those of a cache that has dropped keys are the last ones.
+"""
+
 
 def install() -> None:
     """Hook :class:`DynamicCache`, once: a cache made for a config keeps, in layers with a window,
@@ -21,7 +26,7 @@ def install() -> None:
         original(self, ddp_cache_data, config, *args, **kwargs)
         if ddp_cache_data is None and isinstance(config, PreTrainedConfig):
             layout = layout_of(config.get_text_config(decoder=True))
-            if layout is not None:
+            if layout is not None and config.get_text_config(decoder=True).model_type not in _SLICING:
                 _trim(self, layout)
 
 

@@ -154,6 +154,9 @@ def _change_tables(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
     if all(group.rope == 1 for group in layer) and not sinks and not bases:
         return None
     given = kwargs.get(_TABLES)
+    plain = all(group.rope in (0, 1) and group.rope_base is None for group in layer)
+    if given is None and _TABLES in kwargs and plain and not sinks:
+        return None  # a layer that has no RoPE, as Beam's layers of full attention
     if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(x, Tensor) for x in given)):
         raise ValueError(
             f"{type(module).__name__} got no {_TABLES} (cos, sin) by name, which rope, rope_base and sinks need"

@@ -71,7 +71,11 @@ def test_a_batch_is_padded_on_the_right() -> None:
     [
         (["{"], [LINE], r"train\.jsonl, line 1: it is not JSON"),
         (["[1]"], [LINE], r"train\.jsonl, line 1: it is not an object"),
-        ([LINE, OTHER, "", {"premise": "a", "label": "entailment"}], [LINE], r"line 4: the field 'hypothesis' holds no text"),
+        (
+            [LINE, OTHER, "", {"premise": "a", "label": "entailment"}],
+            [LINE],
+            r"line 4: the field 'hypothesis' holds no text",
+        ),
         ([LINE, {**OTHER, "label": None}], [LINE], r"line 2: the field 'label' is None"),
         ([LINE, {**OTHER, "label": 0.5}], [LINE], r"line 2: the field 'label' is 0.5"),
         ([LINE, LINE], [LINE], r"train\.jsonl: every label is 'entailment'"),
