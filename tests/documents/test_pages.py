@@ -54,6 +54,21 @@ def test_a_broken_link_would_be_noticed(tmp_path):
     assert broken_links(here) == ["there.md#other", "gone.md"]
 
 
+def torn_bold(text: str) -> list[str]:
+    """The paragraphs, items and rows of a page in which bold text begins or ends alone."""
+    parts = re.split(r"\n\n|\n(?=\* )|\n(?=\|)|\n(?=\d+\. )", without_code(text))
+    return [part for part in parts if part.count("**") % 2]
+
+
+@page
+def test_bold_text_begins_and_ends(path):
+    assert torn_bold(path.read_text()) == []
+
+
+def test_torn_bold_text_would_be_noticed():
+    assert torn_bold("* **A.** B `c**`\n* D.** E\n\n**F**") == ["* D.** E"]
+
+
 def test_every_picture_is_on_a_page():
     """One that nobody sees is not missed when it no longer shows the results."""
     shown = {
