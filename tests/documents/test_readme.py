@@ -181,7 +181,8 @@ def test_the_verdicts_it_counts_are_the_ledgers():
     of_toy = [line.split(" | ") for line in page.splitlines() if line.startswith("| [")]
     failed = [source for _claim, source, toy, *_others in of_toy if toy == "fails"]
     assert len(failed) == int(fails)
-    assert all("2501.13428" in source for source in failed), "the seven are the first paper's"
+    assert all("2501.13428" in source for source in failed), "the seven are about the first paper"
+    assert sum(source.startswith("Our question") for source in failed) == 1, "one of these is our question"
 
 
 def test_the_claims_at_the_scale_small_are_the_ledgers():
