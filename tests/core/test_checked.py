@@ -36,7 +36,7 @@ def taken(monkeypatch):
 
     monkeypatch.setenv("SOFTFOCUS_TRITON", "on")
     monkeypatch.setattr(cpu, "refuses", lambda call, to_run: "not here")
-    monkeypatch.setattr(checked, "_refused", {})
+    monkeypatch.setattr(checked, "_verdicts", {})
     with numpy.errstate(all="ignore"):
         yield
 
@@ -135,7 +135,7 @@ def raises_no_alarm(case, name, dtype):
         for backend in ("auto", "triton"):
             out = attention(**arguments, backend=backend)
             found.append([out, *torch.autograd.grad(out.sum(), leaves)])
-    assert list(checked._refused.values()) == [None, None]
+    assert list(checked._verdicts.values()) == [None, None]
     assert equal(*found)
 
 
@@ -147,9 +147,9 @@ def test_a_kind_is_looked_into_once(calls):
     for length in (36, 40, 36):
         results("auto", tensors(keys=length, queries=length))
     assert (calls.forward, calls.backward) == (1 + 3 + 1, 1 + 3)  # to look: one forward, and one of each to go back
-    assert len(checked._refused) == 2
+    assert len(checked._verdicts) == 2
     results("auto", tensors(), mechanism="softmax")
-    assert len(checked._refused) == 4
+    assert len(checked._verdicts) == 4
 
 
 @pytest.mark.long
@@ -189,7 +189,7 @@ def test_keys_far_from_zero_raise_no_alarm():
     query, key, value = (x.detach() for x in tensors(torch.bfloat16))
     key[..., :4] += 200
     results("auto", [x.requires_grad_() for x in (query, key, value)], mechanism="softmax")
-    assert list(checked._refused.values()) == [None, None]
+    assert list(checked._verdicts.values()) == [None, None]
 
 
 def test_short_memory_is_not_the_kernels_fault(calls, monkeypatch):
@@ -202,9 +202,9 @@ def test_short_memory_is_not_the_kernels_fault(calls, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checked, "tiled", SimpleNamespace(forward=full))
         out = attention(*leaves, **CALL)
-    assert checked._refused == {}
+    assert checked._verdicts == {}
     assert torch.equal(out, attention(*leaves, **CALL))
-    assert list(checked._refused.values()) == [None]
+    assert list(checked._verdicts.values()) == [None]
 
 
 def test_what_shows_nothing_is_no_proof():
@@ -212,7 +212,7 @@ def test_what_shows_nothing_is_no_proof():
     attention(query, key, torch.zeros_like(value), **CALL)
     empty = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     attention_with_cache(query[:, :, :1], key, value, empty, enable_gqa=True)
-    assert checked._refused == {}
+    assert checked._verdicts == {}
     none = attention_with_cache(query[:0, :, :1], key[:0], value[:0], empty[:0], enable_gqa=True)
     assert none.shape == (0, 2, 1, 16)
 
@@ -221,7 +221,7 @@ def test_an_annealed_power_makes_no_new_kinds():
     leaves = [x.detach() for x in tensors()]
     for power in (1.25, 1.5, 7.75):
         attention(*leaves, **{**CALL, "mechanism": named("lssar").replace(power=power)})
-    assert len(checked._refused) == 1
+    assert len(checked._verdicts) == 1
 
 
 def test_calls_of_one_kind_run_the_same_kernels():
@@ -280,7 +280,7 @@ def test_once_seen_calls_without_gradient_take_the_short_way(calls):
 def test_few_queries(calls, queries):
     leaves = tensors(queries=queries)
     assert equal(results("auto", leaves), results("triton", leaves))
-    assert set(checked._refused.values()) == {None}
+    assert set(checked._verdicts.values()) == {None}
     calls.spoil["forward"] = largest_off
     with pytest.warns(RuntimeWarning, match="not taken"):
         results("auto", leaves, mechanism="softmax")
@@ -301,8 +301,8 @@ def cached(**call):
 @pytest.mark.long
 def test_caches(calls):
     assert equal(cached(), cached(backend="triton"))
-    assert set(checked._refused.values()) == {None}
-    assert len(checked._refused) == 2
+    assert set(checked._verdicts.values()) == {None}
+    assert len(checked._verdicts) == 2
     calls.spoil["forward"] = lambda result: (result[0] * 1.1, result[1])
     with pytest.warns(RuntimeWarning, match="not taken") as said:
         found = cached(mechanism="softmax")

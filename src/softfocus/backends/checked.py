@@ -4,7 +4,8 @@
 fifteen minutes each, and a wrong kernel must not silently give wrong numbers. A part of the call is
 compared with the tiled backend in float64. Kinds that disagree or do not compile run on the tiled
 backend from then on, after one warning. A kind is a mechanism, a dtype, the sizes of a head and the
-optional arguments. Values do not belong to it, nor do lengths, except in decoding.
+optional arguments. The numbers in the tensors do not belong to it, nor do lengths, except in
+decoding.
 ``SOFTFOCUS_TRITON=trusted`` omits the check.
 """
 
@@ -44,7 +45,7 @@ MAX_KINDS = 4096
 """More kinds than a process meets. Bounds the dictionary. Chosen, not measured."""
 Result = TypeVar("Result")
 
-_refused: dict[Hashable, str | None] = {}
+_verdicts: dict[Hashable, str | None] = {}
 """By (direction, kind): why the kernels are refused, or None if they agreed."""
 
 # Members of contract.Backend: those of the Triton backend
@@ -83,7 +84,7 @@ def backward(call: Call, grad: Tensor, bias_grad: bool, out: Tensor, statistics:
 
 def runner(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     """The Triton backend's runner; None until a call of this kind has agreed."""
-    agreed = _refused.get(("forward", _kind(call)), "not compared yet") is None
+    agreed = _verdicts.get(("forward", _kind(call)), "not compared yet") is None
     return triton.runner(call) if agreed else None
 
 
@@ -92,14 +93,14 @@ def refusal(call: Call) -> str | None:
     yet.
     """
     kind = _kind(call)
-    return _refused.get(("forward", kind)) or _refused.get(("backward", kind))
+    return _verdicts.get(("forward", kind)) or _verdicts.get(("backward", kind))
 
 
 def agreement(call: Call) -> str:
     """Which directions of this kind have agreed, as text for ``explain()``."""
     kind = _kind(call)
     directions = ("forward", "backward")
-    agreed = [name for name in directions if _refused.get((name, kind), "not compared yet") is None]
+    agreed = [name for name in directions if _verdicts.get((name, kind), "not compared yet") is None]
     if not agreed:
         return "the first call is compared with 'tiled'"
     return f"{' and '.join(agreed)} seen to agree with 'tiled' here, on part of a call and in tiles that suit the part"
@@ -110,7 +111,7 @@ def _fails(direction: str, call: Call) -> bool:
     the first call of a kind.
     """
     kind = direction, _kind(call)
-    if kind not in _refused:
+    if kind not in _verdicts:
         if _capturing(call.query) or not (call.query.numel() and call.key.numel()):
             return False  # neither a captured graph nor an empty tensor gives numbers to compare
         if direction == "backward":
@@ -118,7 +119,7 @@ def _fails(direction: str, call: Call) -> bool:
         else:
             compare = _compare_forward if call.cache is None else _compare_longest_sequence
         _judge(kind, call.mechanism, lambda: compare(call))
-    return _refused.get(kind) is not None
+    return _verdicts.get(kind) is not None
 
 
 class Comparison(NamedTuple):
@@ -242,10 +243,10 @@ def _judge(kind: Hashable, mechanism: Mechanism, compare: Callable[[], Iterator[
         return
     if not (any_nonzero or why):
         return
-    if len(_refused) >= MAX_KINDS:  # kinds that agreed are compared again; refused ones stay refused
-        for agreed in [compared_kind for compared_kind, refused in _refused.items() if refused is None]:
-            del _refused[agreed]
-    _refused[kind] = why
+    if len(_verdicts) >= MAX_KINDS:  # kinds that agreed are compared again; refused ones stay refused
+        for agreed in [compared_kind for compared_kind, verdict in _verdicts.items() if verdict is None]:
+            del _verdicts[agreed]
+    _verdicts[kind] = why
     if why:
         warn(
             f"softfocus: the Triton kernels are not taken for {mechanism} on this device: {why}. "

@@ -15,7 +15,7 @@ from softfocus.rows import Rows
 
 # A product loses weights that are too small for float32. A million weights of 1e-38 on values up to
 # shift + LARGE_VALUE come to 1e-19, which is nothing beside a sum of SMALL_SUM.
-LARGE_VALUE = 30.0  # values above shift + LARGE_VALUE are large: rows that weigh one take the exact sum
+LARGE_VALUE = 30.0  # values above shift + LARGE_VALUE are large: rows that give weight to one take the exact sum
 SMALL_SUM = 1e-12  # smaller sums take the exact sum: the row's weights lie on values far below the shift
 SHIFT_TOLERANCE = 20.0  # the shift moves when the maximum is farther from it
 MAX_EXPONENT = 80.0  # exponents are clamped here: e^80 is finite in float32, and 0 times it is 0
@@ -79,8 +79,8 @@ class Logarithms:
         A dL/dA - A D. It sums to 0 over a row. So does dL/d log u, which is p times as large. A
         constant of the row in log u, such as log spread, therefore changes no gradient.
 
-        ds = phi' df = (phi'/phi) f df. In rows without a threshold log u is log f plus a constant,
-        so that f df is dL/d log u. In the others df = g - mean(g), with
+        dL/ds = phi' dL/df = (phi'/phi) f dL/df. In rows without a threshold log u is log f plus a
+        constant, so that f dL/df is dL/d log u. In the others dL/df = g - mean(g), with
         g = dL/d log u / (f - mean(f)). In units of sum f, f is the l1 weight and mean(f) is 1/N.
         """
         log_l1, log_u, log_a = self._logs(index)
@@ -97,7 +97,7 @@ class Logarithms:
         grad_log_u = torch.where(tied, grad_log_r, self._power(index) * grad_log_r)  # p is 1 in tied rows
         weights, mean = log_l1.exp(), 1.0 / self.count[index].to(self.double)  # f / sum f, and their mean 1 / N
         g = torch.where(weights > mean, grad_log_u / (weights - mean), 0.0)
-        thresholded = weights * (g - mean * g.sum(-1, keepdim=True))  # f df
+        thresholded = weights * (g - mean * g.sum(-1, keepdim=True))  # f dL/df
         return log_derivative * torch.where(unthresholded | tied, grad_log_u, thresholded), grad_power
 
     def _logs(self, index: RowIndex) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,9 +131,9 @@ class ShiftedExponential:
     M is the column's maximum over the keys that *every* row of a tile sees, so that a change in a
     row's future leaves the row bit-equal. M moves only when that maximum is farther from it than
     SHIFT_TOLERANCE, so that exp(V - M) is seldom computed again. The exponent is clamped at
-    MAX_EXPONENT, so that an unseen value contributes exactly 0. An entry (row, column) that weighs
-    a value above M + LARGE_VALUE, or whose sum is below SMALL_SUM, is the log-sum-exp of log A + V
-    in place of the product. Ordinary values need none.
+    MAX_EXPONENT, so that an unseen value contributes exactly 0. An entry (row, column) that gives
+    weight to a value above M + LARGE_VALUE, or whose sum is below SMALL_SUM, is the log-sum-exp of
+    log A + V in place of the product. Ordinary values need none.
     """
 
     def __init__(self, value: Tensor):
@@ -165,8 +165,8 @@ class ShiftedExponential:
             are no such rows.
         """
         total, exact = self._sum(weights, logs, keys, seen_by_all)
-        # dL/d(A exp(V - M)). A row with a NaN score has NaN weights on its visible keys, and they
-        # alone pass it on
+        # dL/d(A exp(V - M)), 0 where the sum is NaN: a row with a NaN score has NaN weights on its
+        # visible keys, which make the gradients of these keys NaN. Those of hidden keys stay finite
         grad_total = (grad / total).masked_fill_(exact | (grad == 0) | total.isnan(), 0.0)
         assert self.exp_values is not None
         exp_values = self.exp_values[..., keys, :]

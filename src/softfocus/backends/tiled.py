@@ -34,7 +34,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     out = query.new_zeros(*query.shape[:3], value.size(-1))
     statistics = query.new_zeros(4, *query.shape[:3], dtype=dtype)
     if call.visibility.key_length == 0:
-        statistics[1:3] = -torch.inf
+        statistics[1:3] = -torch.inf  # maximum and log_norm of rows that see no key
     for chunk in chunks(call):
         exponential = ShiftedExponential(chunk.value) if mechanism.laser else None
         for tile in chunk.tiles():

@@ -211,9 +211,9 @@ class Chunk:
     def set_exceptional_rows(self, x: Tensor, rows: Rows, tile: Tile, nonfinite: float) -> Tensor:
         """out or grad_out of a tile, [b, h, G * R, Dv], with its exceptional rows set.
 
-        Fully masked rows, which may be NaN, become 0; rows with a bias of -inf on every key count
-        too. So do rows of LASER whose weights are all 0. Entries that see a non-finite value become
-        ``nonfinite``.
+        Fully masked rows, which may be NaN, become 0. Rows with a bias of -inf on every key count
+        as fully masked, and so do rows of LASER whose weights are all 0. Entries that see a
+        non-finite value become ``nonfinite``.
         """
         empty = self.flat((rows.maximum == -torch.inf).expand(*self.shape, -1, 1))
         if self.mechanism.laser:
