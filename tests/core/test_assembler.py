@@ -28,7 +28,7 @@ def ptxas(monkeypatch, tmp_path):
         monkeypatch.setattr(assembler, "driver", SimpleNamespace(active=device))
         return str(program)
 
-    monkeypatch.delenv(assembler.NAMED, raising=False)
+    monkeypatch.delenv(assembler.PTXAS_VARIABLE, raising=False)
     return take
 
 
@@ -42,7 +42,7 @@ def test_a_wrong_ptxas_is_replaced_on_hopper_while_a_kernel_compiles(ptxas):
         assert taken() == knobs.nvidia.ptxas_blackwell.path
         assert assembler._release() >= assembler.FIRST_RIGHT
     assert taken() == before
-    assert assembler.NAMED not in os.environ
+    assert assembler.PTXAS_VARIABLE not in os.environ
 
 
 @pytest.mark.parametrize(("release", "arch"), [("12.9", 90), ("13.1", 90), ("12.8", 80), ("12.8", 100)])
@@ -54,7 +54,7 @@ def test_other_assemblers_are_kept(ptxas, release, arch):
 
 def test_one_that_the_user_names_is_kept(ptxas, monkeypatch):
     before = ptxas("12.8", 90)
-    monkeypatch.setenv(assembler.NAMED, before)
+    monkeypatch.setenv(assembler.PTXAS_VARIABLE, before)
     with assembler.right_assembler():
         assert taken() == before
 
@@ -86,7 +86,7 @@ def test_two_threads_take_turns(ptxas):
     thread.join(10)
     assert seen == [True, knobs.nvidia.ptxas_blackwell.path]
     assert taken() == before
-    assert assembler.NAMED not in os.environ
+    assert assembler.PTXAS_VARIABLE not in os.environ
 
 
 def test_the_key_of_tritons_cache_has_the_ptxas_that_is_taken(ptxas, monkeypatch):

@@ -32,19 +32,21 @@ ABOUT = "fused Triton kernels: memory O(L), under masks a few bytes per tile of 
 MAX_HEAD_DIM = 256
 OLDEST_CAPABILITY = (8, 0)
 MAX_HEADS = 65535
-"""Most heads of all sequences together: CUDA's limit of the second dimension of a grid."""
+"""The largest number of heads of all sequences together: CUDA's limit of the second dimension of a
+grid.
+"""
 MAX_HEAD_SPAN = 2**31
 """A head spans fewer elements than this in any tensor [B, H, L, D]: the kernels compute offsets
 within a head in 32 bits.
 """
 
 FEW_ROWS = 64
-"""Most rows (queries of all heads that share a key head) of a decoding call. Decoding splits the
-keys among programs. Chosen, not measured.
+"""The largest number of rows (queries of all heads that share a key head) of a decoding call.
+Decoding splits the keys among programs. Chosen, not measured.
 """
 SCORE_BOUND = 60.0
-"""While all absolute scores are below this, phi, its sums and the spread need no shift: they
-neither overflow nor underflow.
+"""In natural units. While all absolute scores are below this, phi, its sums and the spread need no
+shift: they neither overflow nor underflow.
 """
 LEAST_SCALE = 0.1
 """The smallest scale(d) with which scores are products of unit vectors. Typical entries of a scaled
@@ -93,7 +95,8 @@ def takes_unit_vectors(call: Call) -> bool:
 
     It is true only for bfloat16 inputs, whose own rounding is eight times as large. It is false for
     re-weighted rows, where u^p multiplies that rounding beyond the tests' tolerance, and where the
-    scale is below LEAST_SCALE.
+    scale is below LEAST_SCALE. The scale must also be known to be below SCORE_BOUND, because the
+    rounding of a score is up to 2^-11 times the scale.
     """
     if call.query.dtype != torch.bfloat16 or call.mechanism.power is not None or abs(call.scale) < LEAST_SCALE:
         return False
@@ -115,15 +118,15 @@ def _triton_found() -> bool:
 TRITON_FOUND = _triton_found()
 """Whether Triton is installed. Found at import, because torch 2.11 cannot trace find_spec()."""
 SAVED_VECTORS = 8
-"""The number of vectors [B, H, Lq] that every forward saves: the four of RowStatistics, sum phi(s)
-2^-shift, sum u^p, LASER's marks, and the largest score in the score unit. ``kernels/loading.py``
-has their indices.
+"""The number of vectors [B, H, Lq] that every forward saves: the four of RowStatistics, the sum of
+f (``Phi.value``), sum u^p, LASER's marks, and the largest score in the score unit.
+``kernels/loading.py`` has their indices.
 """
 
 
 def rows_kept(call: Call) -> int:
     """The number of saved vectors that the forward returns: SAVED_VECTORS, then as many as the
-    residual's memory takes.
+    residual's memory takes. ``contract.Backend`` gives the name.
     """
     residual = residual_dtype(call.mechanism, call.value.dtype)
     return SAVED_VECTORS + (0 if residual is None else -(-call.value.size(-1) * residual.itemsize // 4))
@@ -183,8 +186,8 @@ def refuses(call: Call, to_run: bool) -> str | None:
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """out [B, H, Lq, Dv] and ``saved``, the saved vectors [rows_kept, B, H, Lq]. The kernels read a
-    cache in place.
+    """out [B, H, Lq, Dv] and ``saved``, the saved vectors [n, B, H, Lq], n = ``rows_kept(call)``.
+    The kernels read a cache in place.
     """
     from softfocus.backends.triton.call import Launcher
 

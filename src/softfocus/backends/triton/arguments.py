@@ -143,7 +143,7 @@ class Outputs(NamedTuple):
             ``weighting.rounding_step``. For LASER it is A e^V, and in marked rows the rounding
             error itself. Or None. It lies in the memory of ``saved``, after the first
             SAVED_VECTORS vectors.
-        saved: the saved vectors, float32 [rows_kept, B, H, Lq].
+        saved: the saved vectors, float32 [n, B, H, Lq], n = ``rows_kept(call)``.
         exact_heads: LASER's, int32 [B, H]: not 0 where the head has marked rows; or None.
         end: a constant; see the module's docstring.
     """
@@ -206,10 +206,10 @@ class Phi(NamedTuple):
         score_unit: constexpr, the factor of the scores: log2 e for a phi made of exponentials, else
             1.
         phi_unit: constexpr, the factor of phi: log2 e for softplus, else 1.
-        zero_at_infinite_shift: constexpr, whether ``value`` is 0 for every finite s where the shift
-            is inf (``backward_rows.load_row_vectors``). False for a phi that would compute 0 * inf
-            there, as softplus does. Such a phi must be finite for every finite s where the shift is
-            0.
+        zero_at_infinite_shift: constexpr, whether ``value`` is 0 where the shift is inf, for every
+            s of finite phi (``backward_rows.load_row_vectors``). False for a phi that would compute
+            0 * inf there, as softplus does. Such a phi must be finite for every finite s where the
+            shift is 0.
     """
 
     value: Any

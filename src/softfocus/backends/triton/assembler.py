@@ -18,8 +18,8 @@ from triton.runtime import driver
 HOPPER = 90
 FIRST_RIGHT = (12, 9)
 """The first release of ptxas whose kernels were right on an H200."""
-NAMED = "TRITON_PTXAS_PATH"
-"""Names a ptxas. Triton's knob sets it, too, while it is changed."""
+PTXAS_VARIABLE = "TRITON_PTXAS_PATH"
+"""Names a ptxas. Setting ``knobs.nvidia.ptxas`` also sets this variable."""
 
 _compiling = threading.Lock()
 if hasattr(os, "register_at_fork"):  # another thread may hold it when a child is forked
@@ -37,7 +37,7 @@ def right_assembler() -> Iterator[None]:
         yield
         return
     with _compiling:
-        if os.environ.get(NAMED) or _release() >= FIRST_RIGHT:
+        if os.environ.get(PTXAS_VARIABLE) or _release() >= FIRST_RIGHT:
             yield
             return
         try:

@@ -57,7 +57,7 @@ ALIGNED = 16
 UNMEASURED = ("decode", "bias_gradients")  # they take the first of their tile shapes
 FP_FUSION = {"enable_fp_fusion": True}
 """Lets the compiler fuse a product and a sum into one instruction. Triton 3.9 warns that the
-default of this option will change. Set here, results keep their last bits, and kernels their speed.
+default of this option will change: here it is set, so that neither results nor speed change.
 """
 
 
@@ -93,7 +93,7 @@ class Launcher:
 
     def _launch(self, kernel: Any, constants: Hashable, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """Does what ``kernel[grid](*arguments, **options)`` does, but looks up the compiled kernel
-        only once per layout of calls. ``constants``: what the kernel's constants depend on besides.
+        only once per layout of calls. ``constants``: what else the kernel's constants depend on.
         """
         key = kernel, constants
         if compiled := self._compiled.get(key):
@@ -103,8 +103,8 @@ class Launcher:
                 self._compiled[key] = kernel[grid](*arguments, **options)  # None in the interpreter
 
     def forward(self, split: bool = True) -> tuple[Tensor, Tensor]:
-        """out [B, H, Lq, Dv] and the saved vectors [rows_kept, B, H, Lq]. ``split``: whether the
-        keys of a head may be split among programs.
+        """out [B, H, Lq, Dv] and the saved vectors [n, B, H, Lq], n = ``rows_kept(call)``.
+        ``split``: whether the keys of a head may be split among programs.
         """
         query, value = self.call.query, self.call.value
         out = query.new_empty(*query.shape[:3], value.size(-1))
@@ -131,7 +131,7 @@ class Launcher:
 
             def marked_rows(tile: tuning.TileShape) -> None:
                 shape = self._launch_shape(tile, "key_tiles")
-                self._launch(
+                self._launch(  # after decoding inputs lacks the keys' norms, unit vectors and e^V: another kernel
                     laser.exact_forward, (tile, splits > 1), shape.row_grid,
                     inputs, self.algebra, shape.masks, outputs, shape.blocks, **shape.options,
                 )  # fmt: skip
@@ -169,6 +169,7 @@ class Launcher:
         def launch(
             kernel: Any, grid: tuple[int, ...], tile: tuning.TileShape, shape: LaunchShape, *arguments: Any
         ) -> None:
+            # Both may run again, to be measured: the first variant stores, and EXACT adds to that
             for exact in (False, True) if call.mechanism.laser else (False,):
                 use_grad_acc = grad_acc is not None and not exact and kernel is not query_gradients.query_gradients
                 incoming_grad = grad_acc if use_grad_acc else grad_out
@@ -212,7 +213,7 @@ class Launcher:
         return tuning.INTERPRETED if knobs.runtime.interpret else tuning.candidates(kernel, self.call)[0]
 
     def _with_shape(self, kernel: str, run: Callable[[tuning.TileShape], None]) -> tuning.TileShape:
-        """Run with the fastest tile shape, or a smaller one if it does not fit. Return that."""
+        """Run with the fastest tile shape, or a smaller one that fits. Return the shape taken."""
         return tuning.where_it_fits(self._fastest(kernel, run), run)
 
     def _fastest(self, kernel: str, run: Callable[[tuning.TileShape], None]) -> tuning.TileShape:
@@ -361,20 +362,19 @@ class Launcher:
         rows = next_power_of_two(self.inputs.group * query.size(2))
         rows_stored, stages = tl.constexpr(rows), tl.constexpr(tile.stages)
         assert decode.SCORES_AT_ONCE.value >= 32 * tile.warps, "each thread must have a score of its own"
-        # Tensor cores take 16 rows. Neither float32 nor a re-weighted row's few values use them
-        padded = shape.blocks._replace(BLOCK_Q=tl.constexpr(max(16, rows)))
-        unpadded = padded if rows > 1 else padded._replace(BLOCK_Q=rows_stored)
-        blocks = unpadded if query.dtype == torch.float32 else padded
-        scored = self.inputs.group * self.inputs.query_length, self.inputs.key_length
-        parts, sums, scores = (
-            query.new_empty(heads, *sizes, dtype=torch.float32)
-            for sizes in ((splits, decode.PARTS.value, rows), (splits, rows, blocks.BLOCK_DV.value), scored)
-        )
+        # Tensor cores take 16 rows. A single row in float32, or with few values, does without them
+        tensor_core_blocks = shape.blocks._replace(BLOCK_Q=tl.constexpr(max(16, rows)))
+        blocks_of_weights = tensor_core_blocks if rows > 1 else tensor_core_blocks._replace(BLOCK_Q=rows_stored)
+        blocks = blocks_of_weights if query.dtype == torch.float32 else tensor_core_blocks
+        parts = query.new_empty(heads, splits, decode.PARTS.value, rows, dtype=torch.float32)
+        sums = query.new_empty(heads, splits, rows, blocks.BLOCK_DV.value, dtype=torch.float32)
+        scores = query.new_empty(heads, self.inputs.group * query.size(2), self.inputs.key_length, dtype=torch.float32)
         shared = self.inputs, self.algebra, shape.masks, parts, sums
         grid, constants, options = (splits, heads), (tile, splits), shape.options
-        self._launch(decode.statistics, constants, grid, *shared, scores, rows_stored, stages, blocks, **options)
+        of_scores = *shared, scores, rows_stored, stages
+        self._launch(decode.statistics, constants, grid, *of_scores, blocks, **options)
         if self.algebra.reweighted.value:
-            self._launch(decode.weights, constants, grid, *shared, scores, rows_stored, stages, unpadded, **options)
+            self._launch(decode.weights, constants, grid, *of_scores, blocks_of_weights, **options)
         self._launch(decode.combine, constants, (1, heads), *shared, splits, outputs, rows_stored, blocks, **options)
 
 

@@ -66,11 +66,11 @@ TILES = {
 """The tile shapes to choose from, by kernel and name. A name gives the width, and may add a phi,
 "compute-intensive" or "LASER"; "LASER" alone is for every width. ``candidates`` takes the most
 specific one. "hdim64" is for heads of at most 64 dimensions, and for all heads where a kernel has
-no "hdim128". "compute-intensive" kernels compute more per score.
+no "hdim128". "compute-intensive" kernels compute more per score (``candidates``).
 
-The first shape is taken where nothing is measured. This table is for Hopper. On average over the
-mechanisms that were measured in bfloat16, its first shapes take at most 1.1 times the time of the
-fastest (docs/results/gpu-h100, gpu-h200). Some spill registers. The two shapes (32, 64, 4) of
+The first shape is taken where nothing is measured. This table is for Hopper. Wherever its first
+shapes were measured, all in bfloat16, they take at most 1.1 times the time of the fastest
+(docs/results/gpu-h100, gpu-h200). Some spill registers. The two shapes (32, 64, 4) of
 key_gradients, with and without a limit of registers, were compared on the H200 only. bias_gradients
 was not measured. A warp has at least 16 rows in the forward and in query_gradients, and 16 keys in
 key_gradients: with fewer, several warps would do the same work.
@@ -159,6 +159,7 @@ def candidates(kernel: str, call: Call) -> tuple[TileShape, ...]:
     table = TILES_BEFORE_HOPPER if arch < 90 else TILES_SINCE_BLACKWELL if arch >= 100 else TILES
     width = "hdim128" if widest > 64 else "hdim64"
     reweighted, laser = mechanism.power is not None, mechanism.laser
+    # Not derived from counted work: chosen by what spilled registers, before a GPU was measured
     compute_intensive = {
         "forward": reweighted or mechanism.phi == "sigmoid",
         "query_gradients": reweighted,

@@ -17,7 +17,7 @@ ROW_VECTORS = (9, 11)
 below, and with LASER the two of its EXACT variant. Index 0: without LASER. Index 1: with LASER.
 
 The other kernels load them for each tile. In key_gradients a row vector [BLOCK_Q] lies along the
-tile's second dimension. A thread then holds as many of its elements as of one tile row.
+tile's second dimension. Each row vector then takes as many registers as one tile row.
 ``load_row_vectors`` therefore loads only those that the algebra needs.
 """
 MEAN_GRAD, PRODUCT_SCALE, ROW_BIAS, SHIFT, THRESHOLD, INVERSE_SPREAD, WEIGHT_FACTOR, GRAD_FACTOR, DELTA = (
@@ -54,8 +54,8 @@ def laser_grad_acc(grad_out, outputs, inputs, b, h, q_offsets, active, blocks):
     """
     grad_tile = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
     exp_out = loading.load_like_out(outputs.residual, inputs, b, h, q_offsets, blocks)  # A e^V
-    # exp_out is stored as 1 in rows without weight. NaN outputs fail exp_out > 0 and pass no
-    # gradient
+    # exp_out is stored as 1 in rows without weight, so that grad_acc is finite there. Their weights
+    # of 0 remove it again. NaN outputs fail exp_out > 0 and pass no gradient
     mask = (exp_out > 0.0) & active[:, None]
     grad_acc = laser.exponential_operand(tl.where(mask, grad_tile.to(tl.float32) / exp_out, 0.0), grad_tile.dtype)
     return grad_acc, tl.sum(tl.where(mask, grad_acc.to(tl.float32) * exp_out, 0.0), 1)
@@ -102,10 +102,11 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active, EXACT: tl.co
         weight_factor = loading.load_row_vector(row_vectors, b, h, q_offsets, WEIGHT_FACTOR, active, 0.0)
         grad_factor = loading.load_row_vector(row_vectors, b, h, q_offsets, GRAD_FACTOR, active, 0.0)
         if algebra.shifted:
-            # A row that is not active must have weight 0. Its score is the bias alone, and its phi
-            # may overflow: weight_factor = 0 times inf would be NaN. With ``shift_holds_norm``
-            # weight_factor is not used at all. The shift inf makes phi 2^-shift 0. A phi that is
-            # not 0 there (softplus) grows linearly and does not overflow: its rows get the shift 0
+            # In key_gradients the rows that are not active are those past the end. Their scores are
+            # 0. The infinite shift makes their f 0, also with ``shift_holds_norm``, where
+            # weight_factor is not used. Softplus would be NaN there: its rows get the shift 0, and
+            # weight_factor = 0 removes their f. bias_gradients drops what it computes for rows that
+            # are not active
             inactive_shift: tl.constexpr = float("inf") if algebra.phi.zero_at_infinite_shift else 0.0
             shift = loading.load_row_vector(row_vectors, b, h, q_offsets, SHIFT, active, inactive_shift)
         if algebra.reweighted:

@@ -82,7 +82,7 @@ def bias_gradients(
                         log_weights, _log_u = laser.log_weights(s, exact, inputs, algebra, h)
                         exact_terms, _unused = laser.add_exact_terms(
                             log_weights, tl.zeros_like(s), None, grad_out, outputs, inputs, b, h, q_offsets, active,
-                            k_offsets, 0, blocks,
+                            k_offsets, 1, blocks,
                         )  # fmt: skip
                         _grad_log_weight, grad_u, derivative = laser.gradients_of_marked(
                             s, exact_terms, exact, inputs, algebra, h

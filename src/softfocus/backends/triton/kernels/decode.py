@@ -28,7 +28,7 @@ from softfocus.backends.triton.kernels.pointwise import LOG2E, row_shift
 PARTS = tl.constexpr(4)
 """The number of vectors [rows] that each split stores."""
 PART_MAX, PART_PHI_SUM, PART_POWER_SUM, PART_MARK = (tl.constexpr(n) for n in range(4))
-"""Indices of these vectors: largest score, sum phi 2^-shift, sum u^p, and LASER's marks."""
+"""Indices of these vectors: largest score, sum of f (``Phi.value``), sum u^p, and LASER's marks."""
 SCORES_AT_ONCE = tl.constexpr(512)
 """Scores that a program turns into weights at once: four per thread of 128. With fewer scores than
 threads, several threads would hold the same score. One could store its result before another has
@@ -112,7 +112,7 @@ def _initial_statistics(ROWS_STORED: tl.constexpr):
 
 @triton.jit
 def _merged_statistics(algebra, parts, splits, ROWS_STORED: tl.constexpr):
-    """Largest score, shift and sum of phi 2^-shift of the rows, [ROWS_STORED], from all splits."""
+    """Largest score, shift and sum of f of the rows, [ROWS_STORED], from all splits."""
     row_max, _smallest_scaled_dot, shift, phi_sum = _initial_statistics(ROWS_STORED)
     rows = tl.arange(0, ROWS_STORED)
     for split in tl.range(splits, loop_unroll_factor=LOADED_AT_ONCE):
@@ -246,8 +246,8 @@ def _store_products(inputs, algebra, b, h, scores, first_tile, stop_tile, STAGES
                     key_rnorm = norms.reciprocal_norm(key.to(tl.float32))
                 else:
                     key_rnorm, precise = norms.fast_reciprocal_norm(key)
-                    # A zero vector counts as precise, since all its dot products are 0. A key
-                    # whose squares underflow to a sum of 0 has a dot product that is not 0
+                    # If the sum of squares is 0, the key is either a zero vector (all dots 0:
+                    # precise) or its squares underflowed (some dot not 0: imprecise)
                     not_zero = (key_rnorm != 0.0)[None, :] | (dots != 0.0)
                     imprecise = imprecise | ((precise == 0)[None, :] & not_zero).to(tl.int32)
                 dots = dots * key_rnorm[None, :]
@@ -276,8 +276,8 @@ def _sum_values(
     has_large_value = tl.zeros([blocks.BLOCK_K], tl.float32)
     # For a single row: weights times values, summed over the keys at the end
     product_sums = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32)
-    # For LASER, the largest |v| so far. Any |v| above LARGE_VALUE has the split summed again, also
-    # that of a negative v: among these is -inf, whose e^-inf = 0 leaves no trace in the sums
+    # For LASER, the largest |v| so far. The split is summed again if any |v| exceeds LARGE_VALUE.
+    # Absolute values, because v = -inf gives e^v = 0 and leaves no trace in the sums
     largest_value = tl.zeros([blocks.BLOCK_K], tl.float32)
     for CAREFUL in tl.static_range(2):
         stop_of_sweep = stop_tile
@@ -292,7 +292,7 @@ def _sum_values(
         for n in tl.range(first_tile, stop_of_sweep, num_stages=1 if CAREFUL else STAGES):
             k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)
             pointers, mask = _score_pointers(scores, inputs, k_offsets, stop_tile * blocks.BLOCK_K, blocks.BLOCK_Q)
-            numerator = tl.load(pointers, mask=mask, other=0.0)  # phi 2^-shift or u^p, [BLOCK_Q, BLOCK_K]
+            numerator = tl.load(pointers, mask=mask, other=0.0)  # f or u^p, [BLOCK_Q, BLOCK_K]
             # value [BLOCK_K, BLOCK_DV]
             if algebra.reweighted:
                 live = tl.max((numerator != 0.0).to(tl.int32), 0) > 0  # [BLOCK_K]: some row gives the key weight
@@ -330,10 +330,11 @@ def _negligible(inputs, algebra, count, tied, row_heads):
     """The largest u^p of each row that counts as 0, [ROWS_STORED]: 2^-24 / max(p, N / p).
 
     2^-24 is half an ulp of 1, the largest u^p. All omitted u^p together, at most N of them, are
-    then at most 2^-24 p, which is p times the rounding of u. The division by p alone is for
-    gradients, p u^(p - 1), which the CPU kernels limit in the same way (``live_threshold``): they
-    bound u^(p - 1), so that they omit slightly fewer keys. The tiled backend omits none. LASER
-    takes the logarithm of small sums and omits no weight.
+    then at most 2^-24 p, which is p times the rounding of u. 2^-24 / (N / p) alone bounds that sum.
+    Where p > sqrt(N), the limit is 2^-24 / p instead, so as to agree with the CPU, whose limit, of
+    u^(p - 1), also serves the gradients (``live_threshold``). No gradient uses the weights of this
+    kernel: the backward of a re-weighted decoding call runs the ordinary forward again. LASER takes
+    the logarithm of small sums and omits no weight.
     """
     negligible = tl.zeros_like(count)
     if not algebra.laser:

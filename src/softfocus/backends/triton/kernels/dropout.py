@@ -14,8 +14,9 @@ four words of 32 bits, which are eight numbers of 16 bits.
 
 
 @triton.jit
-def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, AXIS: tl.constexpr):
-    """Whether dropout keeps each weight: bool [Q, KEYS], or [KEYS, Q] where the keys' AXIS is 0.
+def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, KEY_AXIS: tl.constexpr):
+    """Whether dropout keeps each weight: bool [Q, KEYS], or [KEYS, Q] where KEY_AXIS, the keys'
+    axis, is 0.
 
     The keys are the KEYS keys from ``first`` on, and ``first`` is a multiple of KEYS. A counter's
     eight columns lie eight apart, as those of a thread do in a product of tensor cores.
@@ -24,7 +25,7 @@ def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, AXIS: tl.constexpr)
     counters = first // SPAN * LANES + tl.arange(0, GROUPS * LANES)  # [GROUPS * LANES]
     heads = tl.zeros_like(counters) + (b * inputs.heads + h)  # [GROUPS * LANES]
     # [1, GROUPS * LANES] and [Q, 1], or [GROUPS * LANES, 1] and [1, Q]
-    if AXIS == 1:
+    if KEY_AXIS == 1:
         counters, heads, q_offsets = counters[None, :], heads[None, :], q_offsets[:, None]
     else:
         counters, heads, q_offsets = counters[:, None], heads[:, None], q_offsets[None, :]
@@ -35,12 +36,12 @@ def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, AXIS: tl.constexpr)
     if KEYS >= SPAN:
         low = tl.join(_kept_of_word(w, inputs.drop_below), _kept_of_word(x, inputs.drop_below))
         high = tl.join(_kept_of_word(y, inputs.drop_below), _kept_of_word(z, inputs.drop_below))
-        # [Q, GROUPS * LANES, 16-bit part, word of a pair, pair], or [GROUPS * LANES, Q, ...]. The
-        # pairs are (w, x) and (y, z), and each word has a lower and an upper 16-bit part. Bits come
-        # in the order of the columns:
+        # [Q, GROUPS * LANES, part, word, pair], or [GROUPS * LANES, Q, ...]: each tl.join appends
+        # an axis. A part is the lower or the upper 16 bits, and the pairs of words are (w, x) and
+        # (y, z). Bits come in the order of the columns:
         # column = group * SPAN + (4 pair + 2 word + part) * LANES + lane
         bits = tl.join(low, high)
-        if AXIS == 1:
+        if KEY_AXIS == 1:
             bits = bits.reshape(bits.shape[0], GROUPS, LANES, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)
             bits = bits.reshape(bits.shape[0], KEYS)  # [Q, KEYS]
         else:
@@ -51,7 +52,7 @@ def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, AXIS: tl.constexpr)
         w, x = tl.where(upper, y, w), tl.where(upper, z, x)
         # [Q, LANES, part, word], or [LANES, Q, part, word]
         bits = tl.join(_kept_of_word(w, inputs.drop_below), _kept_of_word(x, inputs.drop_below))
-        if AXIS == 1:
+        if KEY_AXIS == 1:
             bits = bits.permute(0, 3, 2, 1).reshape(bits.shape[0], KEYS)
         else:
             bits = bits.permute(3, 2, 0, 1).reshape(KEYS, bits.shape[1])
@@ -61,7 +62,7 @@ def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, AXIS: tl.constexpr)
         w, y = tl.where(quarter == 1, x, w), tl.where(quarter == 3, z, y)
         # [Q, LANES, part], or [LANES, Q, part]
         bits = _kept_of_word(tl.where(quarter >= 2, y, w), inputs.drop_below)
-        if AXIS == 1:
+        if KEY_AXIS == 1:
             bits = bits.permute(0, 2, 1).reshape(bits.shape[0], KEYS)
         else:
             bits = bits.permute(2, 0, 1).reshape(KEYS, bits.shape[1])

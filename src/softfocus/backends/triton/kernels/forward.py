@@ -60,7 +60,7 @@ def forward(inputs, algebra, masks, outputs, blocks):
                         value, acc, needs_exact, has_large_value, None, inputs, algebra, masks, b, h, row_heads,
                         q_offsets, k_offsets, IS_PARTIAL, blocks,
                     )  # fmt: skip
-                # s, scaled_dots, numerator [BLOCK_Q, BLOCK_K]; numerator is phi 2^-shift or u^p
+                # s, scaled_dots, numerator [BLOCK_Q, BLOCK_K]; numerator is f or u^p
                 _key, _rnorm, s, _visible, scaled_dots = scoring.scores_of_keys(
                     query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, IS_PARTIAL, blocks
                 )
@@ -91,12 +91,13 @@ def forward(inputs, algebra, masks, outputs, blocks):
 
 @triton.jit
 def online_statistics(s, scaled_dots, row_max, smallest_scaled_dot, shift, phi_sum, phi_error, algebra):
-    """phi 2^-shift of a tile [BLOCK_Q, BLOCK_K], and the statistics of its rows so far, [BLOCK_Q].
+    """f (``Phi.value``) of a tile [BLOCK_Q, BLOCK_K], and the statistics of its rows so far,
+    [BLOCK_Q].
 
     The statistics are the largest score, the smallest scaled dot product (without cosine), the
-    shift, the sum of phi 2^-shift, and of re-weighted rows the rounding error of that sum. A dot
-    product of -inf makes the row NaN, but the largest score does not show it. So the smallest one
-    is kept, too (``nan_if_infinite``). The last result, ``rescale`` [BLOCK_Q], multiplies the
+    shift, the sum of f, and of re-weighted rows the rounding error of that sum. A dot product of
+    -inf makes the row NaN, but the largest score does not show it. So the smallest one is kept, too
+    (``nan_if_infinite``). The last result, ``rescale`` [BLOCK_Q], multiplies the
     caller's sums over earlier tiles, because the shift may have grown.
     """
     row_max = tl.maximum(row_max, tl.max(s, 1))
@@ -124,9 +125,9 @@ def online_statistics(s, scaled_dots, row_max, smallest_scaled_dot, shift, phi_s
 def two_sum(total, error, x):
     """total + x, and ``error`` plus what that addition rounds off (Knuth's TwoSum).
 
-    A running sum of n equal terms errs by up to n 2^-25, always the same way. With 64 keys per tile
-    and 70,000 keys this exceeds TIE_TOLERANCE: a row of equal scores would no longer be tied, and
-    its gradients would be divided by a spread that is only rounding.
+    A running sum over n equal tiles has a relative error of up to n 2^-25, always the same way.
+    With 64 keys per tile and 70,000 keys this exceeds TIE_TOLERANCE: a row of equal scores would no
+    longer be tied, and its gradients would be divided by a spread that is only rounding.
     """
     result = total + x
     added = result - total
@@ -141,7 +142,7 @@ def compensated(total, error):
 
 @triton.jit
 def nan_if_infinite(phi_sum, row_max, smallest_scaled_dot):
-    """The sums of phi [BLOCK_Q], NaN in rows where a dot product of query and key was infinite.
+    """The sums of f [BLOCK_Q], NaN in rows where a dot product of query and key was infinite.
 
     With cosine the reciprocal norm of an infinite query or key is NaN, and so are its scores.
     """
@@ -150,7 +151,7 @@ def nan_if_infinite(phi_sum, row_max, smallest_scaled_dot):
 
 @triton.jit
 def power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, h):
-    """u^p of a tile [BLOCK_Q, BLOCK_K]; phi in tied rows."""
+    """u^p of a tile [BLOCK_Q, BLOCK_K]; f in tied rows."""
     f = algebra.phi.value(s, shift[:, None], algebra)
     u = weighting.phi_to_u(f, threshold[:, None], inverse_spread[:, None], algebra)
     return tl.where(tied[:, None], f, weighting.u_to_the_power(u, inputs, algebra, h, 0))
@@ -251,8 +252,8 @@ def store_results(
         tl.store(outputs.exact_heads + b * inputs.heads + row_heads, 1, mask=needs_exact & mask)
         # exp_out [BLOCK_Q, BLOCK_DV] is A e^V; NaN where phi_sum is
         exp_out = acc * (weighting.reciprocal_sum(weight_sum, algebra) + (phi_sum - phi_sum))[:, None]
-        # 1, whose log is 0: rows without weight, padding columns, and underflow, whose rows are
-        # marked
+        # exp_out becomes 1 (log 1 = 0) in rows without weight, in padding columns, and where it
+        # underflowed; the last rows are marked
         exp_out = tl.where((weight_sum[:, None] == 0.0) | (exp_out <= 0.0), 1.0, exp_out)
         loading.store_like_out(outputs.residual, b, row_heads, q_offsets, mask, exp_out, inputs, blocks)
         acc = log2(exp_out, algebra.terms) * LN2

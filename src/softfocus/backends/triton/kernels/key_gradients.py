@@ -59,8 +59,9 @@ def key_gradients(
             for n in range(masking.tile_count(masks.query_tiles, tile_range, b, h, block, IS_PARTIAL)):
                 start = masking.tile_index(masks.query_tiles, tile_range, b, h, block, n, IS_PARTIAL) * blocks.BLOCK_Q
                 q_offsets = start + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
-                # Only EXACT loads the marks. In the other variant grad_acc and the row vectors of
-                # marked rows are 0, so that these rows add nothing (``store_row_vectors``)
+                # Only EXACT loads the marks. In the other variant grad_acc of marked rows is 0, and
+                # so are their row vectors except PRODUCT_SCALE, ROW_BIAS and SHIFT: these rows add
+                # nothing (``store_row_vectors``)
                 active = q_offsets < inputs.query_length
                 if EXACT:
                     active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)
@@ -88,7 +89,7 @@ def key_gradients(
                     log_weights = tl.where(included, log_weights, float("-inf"))
                     exact_terms, value_sum = laser.add_exact_terms(
                         log_weights, tl.zeros_like(s), value_sum, grad_out, outputs, inputs, b, h, q_offsets, active,
-                        k_offsets, 1, blocks,
+                        k_offsets, 0, blocks,
                     )  # fmt: skip
                     _grad_log_weight, grad_u, derivative = laser.gradients_of_marked(
                         s, exact_terms, exact, inputs, algebra, h
@@ -105,30 +106,31 @@ def key_gradients(
                         weights = tl.where(kept, weights * inputs.keep_scale, 0.0)
                 if algebra.reweighted:
                     grad_u = grad_u - mean_grad[None, :]
-                # Both [BLOCK_Q], factors of grad_scores
+                # Both [BLOCK_Q], factors of grad_products
                 grad_factor, operand_scale = row.grad_factor, product_scale
                 if inputs.unit_key_fp16 is not None:  # grad_operand includes product_scale
                     operand_scale = tl.full(product_scale.shape, 1.0, tl.float32)
                 if algebra.inputs_are_fp16:
-                    # With these factors grad_scores may overflow float16. Each is divided by a
+                    # With these factors grad_products may overflow float16. Each is divided by a
                     # power of two, and both powers multiply the product
                     factor_pow2 = norms.largest_power_of_two(grad_factor)
                     scale_pow2 = norms.largest_power_of_two(operand_scale)
                     grad_factor, operand_scale = grad_factor / factor_pow2, operand_scale / scale_pow2
-                grad_scores = (grad_u * grad_factor[None, :]) * derivative * operand_scale[None, :]
+                # [BLOCK_K, BLOCK_Q]: dL/ds times product_scale, unless grad_operand includes that
+                grad_products = (grad_u * grad_factor[None, :]) * derivative * operand_scale[None, :]
                 if EXACT:
-                    grad_scores = tl.where(included, grad_scores, 0.0)
+                    grad_products = tl.where(included, grad_products, 0.0)
                 # In a partial tile 0 times a non-finite query, or grad_out of a fully masked row,
                 # would be NaN
                 if IS_PARTIAL:
-                    grad_scores = tl.where(visible, grad_scores, 0.0)
+                    grad_products = tl.where(visible, grad_products, 0.0)
                     grad_operand = products.finite_or_zero(grad_operand)
                 if not EXACT:
                     if IS_PARTIAL:
                         weights = tl.where(visible, weights, 0.0)
                         grad_acc = tl.where(row.weight_factor[:, None] == 0.0, 0.0, grad_acc)
                     value_sum += products.dot_weights(weights, grad_acc, algebra, blocks)
-                tile_sum = products.dot_grad_scores(grad_scores, grad_operand, algebra, blocks)  # [BLOCK_K, BLOCK_D]
+                tile_sum = products.dot_grad_scores(grad_products, grad_operand, algebra, blocks)  # [BLOCK_K, BLOCK_D]
                 if algebra.inputs_are_fp16:
                     tile_sum = tile_sum * factor_pow2 * scale_pow2
                 key_sum += tile_sum

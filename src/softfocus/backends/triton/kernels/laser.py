@@ -108,7 +108,7 @@ class ExactRow(NamedTuple):
             re-weighted rows only.
         power_sum: sum_j u_ij^p.
         delta: sum_j A_ij dL/dA_ij.
-        one_key: whether one key has all the weight, whatever its score; for the backward.
+        one_key: whether one key has all the weight; for the backward.
     """
 
     shift: tl.tensor
@@ -139,13 +139,13 @@ def load_marks(saved, inputs, b, h, q_offsets):
 
 
 @triton.jit
-def expanded(row, AXIS: tl.constexpr):
-    """The vectors [BLOCK_Q] as [BLOCK_Q, 1] or [1, BLOCK_Q]: AXIS, 1 or 0, is the keys' axis."""
+def expanded(row, KEY_AXIS: tl.constexpr):
+    """The vectors [BLOCK_Q] as [BLOCK_Q, 1] or [1, BLOCK_Q]. KEY_AXIS: the keys' axis, 1 or 0."""
     return ExactRow(
-        tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.phi_sum, AXIS), tl.expand_dims(row.threshold, AXIS),
-        tl.expand_dims(row.inverse_spread, AXIS), tl.expand_dims(row.tied, AXIS),
-        tl.expand_dims(row.power_sum, AXIS),
-        tl.expand_dims(row.delta, AXIS), tl.expand_dims(row.one_key, AXIS),
+        tl.expand_dims(row.shift, KEY_AXIS), tl.expand_dims(row.phi_sum, KEY_AXIS),
+        tl.expand_dims(row.threshold, KEY_AXIS), tl.expand_dims(row.inverse_spread, KEY_AXIS),
+        tl.expand_dims(row.tied, KEY_AXIS), tl.expand_dims(row.power_sum, KEY_AXIS),
+        tl.expand_dims(row.delta, KEY_AXIS), tl.expand_dims(row.one_key, KEY_AXIS),
     )  # fmt: skip
 
 
@@ -156,9 +156,9 @@ def log_weights(s, row, inputs, algebra, h):
     A may underflow, and its logarithm is therefore a difference of logarithms: log phi - log Z, or
     in re-weighted rows p log u - log sum u^p. log u is computed from u, which above a threshold is
     0 or at least one ulp of phi, over the spread. In rows with threshold 0 (N_i <= 3) u is phi over
-    the largest phi and may underflow, too. There log u is computed from log phi. The callers use
-    log u for the gradient of the power alone, so that it is arbitrary in tied rows and without
-    re-weighting.
+    the largest phi and may underflow, too. There log u is computed from log phi. In tied rows, and
+    without re-weighting, the second result is arbitrary: the callers use it for the gradient of the
+    power alone.
     """
     f = algebra.phi.value(s, row.shift, algebra)
     log_f = algebra.phi.log(s, row.shift, f)
@@ -208,6 +208,8 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
     grad_log_weight = tl.where(row.one_key, 0.0, exact_terms - weight * row.delta)
     vanished = above_threshold <= small
     grad_u = grad_log_weight * power / tl.where(vanished, 1.0, above_threshold)
+    # A key below the threshold has above_threshold = 0 and grad_log_weight = 0. It must keep phi',
+    # which multiplies mean_grad
     derivative = tl.where(vanished & (grad_log_weight != 0.0), algebra.phi.log_derivative(s), derivative)
     return grad_log_weight, grad_u, derivative
 
@@ -215,7 +217,7 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
 @triton.jit
 def add_exact_terms(
     log_weights, exact_terms, value_sum, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets,
-    ROW_AXIS: tl.constexpr, blocks
+    KEY_AXIS: tl.constexpr, blocks
 ):  # fmt: skip
     """This tile's exact terms grad_out e^(log A + v - out) are added to exact_terms and value_sum,
     which are returned. Summed over the columns c, the terms are A dL/dA; summed over the rows, they
@@ -226,7 +228,7 @@ def add_exact_terms(
         value_sum: [BLOCK_K, BLOCK_DV], or None. The second result is then ``exact_terms`` again,
             which the caller does not use.
         active: the rows that are computed, [BLOCK_Q]. In the others grad_out is taken as 0.
-        ROW_AXIS: the axis of the rows in the tile, 0 or 1.
+        KEY_AXIS: the axis of the keys in the tile, 1 or 0.
     """
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     for c in range(inputs.value_dim):
@@ -239,14 +241,14 @@ def add_exact_terms(
         value = products.finite_or_zero(value)
         # v - out first: for large values the difference is exact, but a sum with log A is not.
         # difference, exponent and term are shaped like ``exact_terms``
-        difference = tl.expand_dims(value, ROW_AXIS) - tl.expand_dims(tl.where(out == out, out, 0.0), 1 - ROW_AXIS)
-        exponent = log_weights + (difference - tl.expand_dims(tl.where(out == out, residual, 0.0), 1 - ROW_AXIS))
+        difference = tl.expand_dims(value, 1 - KEY_AXIS) - tl.expand_dims(tl.where(out == out, out, 0.0), KEY_AXIS)
+        exponent = log_weights + (difference - tl.expand_dims(tl.where(out == out, residual, 0.0), KEY_AXIS))
         # In active rows A e^(v - out) is at most 1. The exponent of other rows is arbitrary. The
         # limit keeps 0 * e^x from being NaN (e^89 is inf)
-        term = tl.expand_dims(grad, 1 - ROW_AXIS) * tl.exp(tl.minimum(exponent, 80.0))
+        term = tl.expand_dims(grad, KEY_AXIS) * tl.exp(tl.minimum(exponent, 80.0))
         exact_terms += term
         if value_sum is not None:
-            value_sum += tl.where(dv_offsets[None, :] == c, tl.sum(term, ROW_AXIS)[:, None], 0.0)
+            value_sum += tl.where(dv_offsets[None, :] == c, tl.sum(term, 1 - KEY_AXIS)[:, None], 0.0)
     second = exact_terms  # Triton 3.6 cannot return None
     if value_sum is not None:
         second = value_sum

@@ -7,7 +7,9 @@ from softfocus.backends.triton.kernels import loading
 
 EMPTY, PARTIAL, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """How much of a tile the window, the masks and the ends of the tensors leave visible: nothing,
-some, all. In a kernel IS_PARTIAL says which tiles a loop visits: PARTIAL ones, or else FULL ones.
+some, all. The closed form for a window alone (``_tile_range``) ignores rows past the end of the
+block's own side, whose results are not stored. In a kernel IS_PARTIAL says which tiles a loop
+visits: PARTIAL ones, or else FULL ones.
 """
 TILES_AT_ONCE = tl.constexpr(256)
 """Tiles whose document numbers are compared at once: two per thread of a program of 128 threads.

@@ -11,7 +11,7 @@ def reciprocal_norm(x):
     """1 / |x| [R] of the rows of x [R, C]. NaN for a row with a non-finite entry; 0 for a row whose
     entries are all below 2^-126.
 
-    A row with smaller entries counts as a zero vector, because 1 / |x| may overflow float32.
+    Such a row counts as a zero vector, because 1 / |x| may overflow float32.
     Division and square root are correctly rounded, since u^p multiplies relative errors by p.
     """
     largest = tl.max(tl.abs(x), 1)
@@ -48,8 +48,8 @@ def fast_reciprocal_norm(x):
 def power_of_two_in(rnorm):
     """pow2 with |x| pow2 in (1/2, 1], from ``rnorm`` = 1 / |x|; 0 for a zero vector.
 
-    For a subnormal ``rnorm``, of an |x| above 2^126, it is 2^-128, because the exponent bits are 0.
-    |x| pow2 is then at least 1/4, and may be above 1.
+    The exponent bits of a subnormal ``rnorm``, of an |x| above 2^126, are 0. pow2 is then set to
+    2^-128: |x| pow2 is at least 1/4, and may be above 1.
     """
     bits = rnorm.to(tl.int32, bitcast=True) & 0x7F800000
     pow2 = bits.to(tl.float32, bitcast=True)
@@ -75,7 +75,7 @@ def scaled_operand(x, rnorm):
 
     The kernels scale the query of a product but not the key: the absolute product is then at most
     |k|, and overflows only if |k| is 2^128 or more (docs/limitations.md). key_gradients scales
-    both, because it multiplies the gradients of the scores with the scaled queries. All compute the
+    both, the keys once per program, although the scaled queries would be enough. All compute the
     same score, because powers of two scale exactly, except that float16 rounds entries that become
     subnormal.
     """

@@ -6,7 +6,7 @@ If phi is computed from exponentials, scores are in units of log 2: the score sc
 subtracting ``shift`` in the exponent. For exp the shift is the row maximum. For softplus and
 sigmoid it is 0, except in rows whose scores are all below SHIFT_BELOW, where the largest phi(s)
 2^-shift is about 1. The relu family has a shift in float16 only, where weights that are not
-normalised yet might overflow or underflow. It is an integer, so that the scaling is exact.
+normalised yet might overflow or underflow. Its shift is an integer, so that the scaling is exact.
 
 softplus is computed in units of log 2: the kernels' f is phi times ``phi_unit`` = log2 e. The
 factor cancels in A. ``Phi.value`` and the sums of f include it. ``Phi.derivative`` does not:
@@ -166,7 +166,7 @@ def _shifted(f, shift, algebra):
 
 @triton.jit
 def _if_small(row_max, shift):
-    """``shift`` = log2 phi(row_max) where row_max is below SHIFT_BELOW and not -inf; else 0."""
+    """``shift``, which is log2 phi(row_max), if -inf < row_max < SHIFT_BELOW; else 0."""
     return tl.where((row_max < SHIFT_BELOW) & (row_max > float("-inf")), shift, 0.0)
 
 
@@ -373,8 +373,8 @@ PHI = {
 
 @triton.jit
 def whole_power(u, POWER: tl.constexpr):
-    """u^POWER for an integer POWER >= 0, by squaring u, or u^3 if POWER is a multiple of 3. u^3
-    saves products for powers such as 15.
+    """u^POWER for an integer POWER >= 0, by repeated squaring of u, or of u^3 where 3 divides
+    POWER, which saves products for powers such as 15.
     """
     tl.static_assert(POWER < 64, "larger powers have more bits than the loop reads")
     n: tl.constexpr = POWER if POWER % 3 else POWER // 3

@@ -23,7 +23,7 @@ else:
 
     @triton.jit
     def _rounded_to_tf32(x):
-        """x, rounded to the nearest tf32 number, ties away from zero: three instructions."""
+        """x, rounded to the nearest tf32 number, ties away from zero."""
         bits = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1)
         return bits.to(tl.float32, bitcast=True)
 
@@ -66,8 +66,8 @@ def dot_weights(weights, x, algebra, blocks):
     """The product of weights and x: values or e^V in the forward, grad_out in key_gradients.
 
     It is [BLOCK_Q, BLOCK_K] times [BLOCK_K, BLOCK_DV], or in key_gradients [BLOCK_K, BLOCK_Q] times
-    [BLOCK_Q, BLOCK_DV]. A float16 call multiplies in tf32 where float16 might overflow: without an
-    l1 norm, whose weights do not sum to one, and for LASER, whose x is e^V or dL/d(A e^V).
+    [BLOCK_Q, BLOCK_DV]. A float16 call multiplies in tf32 where float16 might overflow: where
+    weights do not sum to one (no l1 norm), and for LASER, whose x is e^V or dL/d(A e^V).
     """
     IN_TF32: tl.constexpr = algebra.inputs_are_fp16 and (algebra.laser or algebra.normaliser != "l1")
     weights = to_operand_dtype(weights, x.dtype, IN_TF32)
@@ -78,7 +78,7 @@ def dot_weights(weights, x, algebra, blocks):
 
 @triton.jit
 def dot_grad_scores(grad_scores, x, algebra, blocks):
-    """The product of the gradient of the scores and x: keys, or queries in key_gradients.
+    """The product of dL/ds, as the caller scales it, and x: keys, or queries in key_gradients.
 
     It is [BLOCK_Q, BLOCK_K] times [BLOCK_K, BLOCK_D], or in key_gradients [BLOCK_K, BLOCK_Q] times
     [BLOCK_Q, BLOCK_D]. A float16 call multiplies in tf32 where float16 might overflow: without an

@@ -81,8 +81,9 @@ def query_gradients(
         grad_factor = tl.full(count.shape, 1.0, tl.float32)
     tile_range = masking.key_tile_range(masks, inputs, blocks, b, block)
 
-    grad_sum = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_D], tl.float32)  # sum_j g phi' k
-    derivative_sum = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_D], tl.float32)  # sum_j phi' k
+    # sum_j g phi' k and sum_j phi' k; with cosine k / |k| in place of k
+    grad_sum = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_D], tl.float32)
+    derivative_sum = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_D], tl.float32)
     grad_u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)  # sum_j g
     log2_u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)  # sum_j A (dL/dA - delta) log2 u
     for IS_PARTIAL in tl.static_range(1, -1, -1):  # partial tiles first; any order would do
@@ -98,7 +99,7 @@ def query_gradients(
                 log_weights, log_u = laser.log_weights(s, exact, inputs, algebra, h)
                 exact_terms, _unused = laser.add_exact_terms(
                     log_weights, tl.zeros_like(s), None, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets,
-                    0, blocks,
+                    1, blocks,
                 )  # fmt: skip
                 grad_log_weight, grad_u, derivative = laser.gradients_of_marked(
                     s, exact_terms, exact, inputs, algebra, h

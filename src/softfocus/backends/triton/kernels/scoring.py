@@ -9,9 +9,9 @@ from softfocus.backends.triton.kernels import loading, masking, norms, pointwise
 
 LOG_512 = tl.constexpr(6.238324625039508)
 LARGEST_BIAS = tl.constexpr(2.35e38)
-"""In units of log 2 a finite bias counts as at most this in magnitude. Times log2 e it is 3.39e38,
-which float32 holds, and leaves room for the other terms of a score. finfo.min of float32 and
-bfloat16, which models write for "hidden", would become -inf.
+"""Where scores are in units of log 2, the magnitude of a finite bias is first limited to this, in
+natural units. Times log2 e it is 3.39e38, which float32 holds, and leaves room for the other terms
+of a score. finfo.min of float32 and bfloat16, which models write for "hidden", would become -inf.
 """
 
 

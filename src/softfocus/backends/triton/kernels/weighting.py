@@ -59,8 +59,8 @@ def rounded_sum(phi_sum, row_max, shift, algebra, dtype):
     smaller than that rounding error. With the same rounded weight in the sum the error cancels in
     out, and in delta, which is computed from out. Where many keys have about the same weight, their
     roundings do not cancel. out and delta then err by up to half an ulp of ``dtype``, as
-    FlashAttention's do. Only out is divided by this sum: the saved PHI_SUM, and the backward's
-    1 / phi_sum, are not rounded so.
+    FlashAttention's do. Only out, with LASER A e^V, is divided by this sum. LASER's test for marked
+    rows uses it, too. The saved PHI_SUM, and the backward's 1 / phi_sum, are not rounded so.
     """
     largest_phi = algebra.phi.value(row_max, shift, algebra)
     rounded = products.to_operand_dtype(largest_phi, dtype, algebra.inputs_are_fp16 and algebra.laser)
@@ -102,7 +102,9 @@ def row_threshold(inputs, algebra, count, phi_sum, largest_phi):
     """
     divisor = tl.where(phi_sum == 0.0, 1.0, phi_sum)
     threshold_on = tl.where(count > MAX_UNTHRESHOLDED_COUNT, 1.0, 0.0)
-    if algebra.inputs_are_fp32:  # the approximate division errs by two ulps, which u^p multiplies by p
+    # The approximate division errs by two ulps, which u^p multiplies by p. It is enough for
+    # 1 / spread: an error of 1 / spread is a factor of the row, and cancels in A
+    if algebra.inputs_are_fp32:
         threshold = threshold_on * tl.div_rn(phi_sum, tl.maximum(count, 1.0))
         largest_share = tl.div_rn(largest_phi * count, divisor)
     else:
@@ -169,8 +171,8 @@ class GradientRow(NamedTuple):
 
 @triton.jit
 def saved_statistics(saved, inputs, algebra, b, h, q_offsets):
-    """Statistics of the rows [BLOCK_Q] from what the forward saved: shift, largest phi 2^-shift,
-    sum phi 2^-shift, sum u^p.
+    """Statistics of the rows [BLOCK_Q] from what the forward saved: shift, largest f, sum f, sum
+    u^p.
     """
     mask = q_offsets < inputs.query_length
     row_max = loading.load_row_vector(saved, b, h, q_offsets, loading.MAXIMUM_IN_UNIT, mask, 0.0)
@@ -234,12 +236,12 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
 
 
 @triton.jit
-def expanded(row, AXIS: tl.constexpr):
-    """The vectors [BLOCK_Q] as [BLOCK_Q, 1] or [1, BLOCK_Q]: AXIS, 1 or 0, is the keys' axis."""
+def expanded(row, KEY_AXIS: tl.constexpr):
+    """The vectors [BLOCK_Q] as [BLOCK_Q, 1] or [1, BLOCK_Q]. KEY_AXIS: the keys' axis, 1 or 0."""
     return GradientRow(
-        tl.expand_dims(row.shift, AXIS), tl.expand_dims(row.threshold, AXIS),
-        tl.expand_dims(row.inverse_spread, AXIS),
-        tl.expand_dims(row.weight_factor, AXIS), tl.expand_dims(row.grad_factor, AXIS), tl.expand_dims(row.delta, AXIS),
+        tl.expand_dims(row.shift, KEY_AXIS), tl.expand_dims(row.threshold, KEY_AXIS),
+        tl.expand_dims(row.inverse_spread, KEY_AXIS), tl.expand_dims(row.weight_factor, KEY_AXIS),
+        tl.expand_dims(row.grad_factor, KEY_AXIS), tl.expand_dims(row.delta, KEY_AXIS),
     )  # fmt: skip
 
 
