@@ -1,10 +1,14 @@
-// Dot products of bfloat16 rows by Intel's AMX: the processor multiplies tiles of 16 rows by 32
-// dimensions with tiles of 16 keys. Products of bfloat16 are exact in float, and sums are in float,
-// so that dot products of normal elements round no more than those of register_tile(). AMX takes
-// subnormal elements for 0. Rows whose largest element is extreme are therefore multiplied by a
-// power of two first. An element that is below 2^-126 after that counts as 0. Its term in a dot
-// product of the rows as given is below 2^-26, unless the other row has an element above 2^100, or
-// above 2^40 where this row was multiplied by AMX_TINY.
+// Dot products of bfloat16 rows by Intel's AMX: the processor multiplies a tile [16 rows, 32
+// dimensions] by a tile [32 dimensions, 16 keys]. Products of bfloat16 are exact in float, and sums
+// are in float, so that dot products of normal elements round no more than those of
+// register_tile(). AMX takes subnormal elements for 0. Rows are therefore multiplied by a power of
+// two first. An element that is below 2^-126 after that counts as 0.
+//
+// Without cosine similarity only rows whose largest element is extreme are multiplied (AMX_TINY).
+// In a dot product of the rows as given, the term of an element that counts as 0 is below 2^-26,
+// unless the other row has an element above 2^100, or above 2^40 where this row was multiplied by
+// AMX_TINY. With cosine similarity every row is multiplied by its prescale. In the dot product of
+// the unit vectors, the term of an element that counts as 0 is below 2^-126.
 #pragma once
 
 #include "memory.h"
@@ -26,8 +30,7 @@ constexpr int64_t AMX_ROWS = 16, AMX_DIMS = 32;
 // The most dimensions of one sum (see DOT_DIMS)
 constexpr int64_t AMX_DOT_DIMS = 64;
 
-// Whether the dot products of a call run on AMX. A decoding call reads its keys in place, and does
-// not pack them.
+// Whether the dot products of a call run on AMX. A decoding call does not pack its keys.
 inline bool uses_amx([[maybe_unused]] const Params& params) {
 #if SOFTFOCUS_AMX
   // Linux gives a process the registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM,
@@ -40,10 +43,10 @@ inline bool uses_amx([[maybe_unused]] const Params& params) {
 }
 
 // Without cosine similarity a row whose largest element is below AMX_TINY is multiplied by its
-// prescale, so that this element is in [1, 2). A row with an element of 2^61 or more is multiplied
-// by AMX_TINY. AMX_HUGE is 1 / AMX_TINY, a limit of the prescale. The dot product of a multiplied
-// row overflows only where that of the rows as given does, and the product of the factors of two
-// rows (pack_amx_row()) is at most 2^120.
+// prescale. That element is then in [1, 2), or less if it is subnormal. A row with an element of
+// 2^61 or more is multiplied by AMX_TINY. AMX_HUGE is 1 / AMX_TINY: the prescale is used only above
+// it. The dot product of a multiplied row overflows only where that of the rows as given does. The
+// product of the factors of two rows (pack_amx_row()) is at most 2^120.
 constexpr float AMX_TINY = 0x1p-60f, AMX_HUGE = 0x1p60f;
 
 // Writes a row [width] as bfloat16, perhaps times a power of two, with zeros after it: `to` [width
@@ -94,9 +97,9 @@ class AmxRegisters {
   AmxRegisters& operator=(const AmxRegisters&) = delete;
 };
 
-// Dot products of 16 rows [AMX_ROWS, padded_width] with the 16 N keys of N times
-// transpose_amx_pairs(), written to C [AMX_ROWS, 16 N]; c_row is the stride of its rows. Needs an
-// AmxRegisters.
+// Dot products of 16 rows [AMX_ROWS, padded_width] with 16 N keys, written to C [AMX_ROWS, 16 N];
+// c_row is the stride of its rows. `keys` is what transpose_amx_pairs() wrote for 16 keys, N times:
+// [N, padded_width / AMX_DIMS, AMX_DIMS / 2, AMX_ROWS, 2]. Needs an AmxRegisters.
 template <int N>
 inline void amx_dots(const bfloat16* rows, int64_t padded_width, const bfloat16* keys, float* c, int64_t c_row) {
   static_assert(N == 1 || N == 2);

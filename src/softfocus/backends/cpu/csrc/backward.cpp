@@ -1,8 +1,7 @@
 // The backward. A task sums the gradients of a key head over blocks of query rows. If fewer key
 // heads are packed together than there are threads, each key head has several tasks. They divide
-// its blocks of rows; unlike with split-K, which divides the keys, every task may add to every key.
-// The sums of the tasks are added in a fixed order, so that grad_key and grad_value depend on the
-// number of threads but not on timing.
+// its blocks of rows, not its keys, so each task has its own sums of all keys. These are added in a
+// fixed order, so that grad_key and grad_value depend on the number of threads but not on timing.
 #include "gradients.h"
 #include "parallel.h"
 
@@ -23,17 +22,17 @@ struct KeyHeadSums {
 struct Schedule {
   int64_t at_once, tasks_per_head, block_rows, blocks;
 
-  Schedule(const Params& params, const TensorView& bias)
+  Schedule(const Params& params, const TensorView& grad_bias)
       : at_once(key_heads_at_once(params, true)),
         tasks_per_head(1),
         block_rows(rows_per_block(params, true)),
         blocks(ceil_div(params.query_length, block_rows)) {
     // Tasks that add to the same elements of grad_bias must not run at the same time. If heads
     // share elements, at_once is 1. If rows share elements, tasks_per_head is 1.
-    bool shared_by_heads = (!bias.stride[0] && params.batch > 1) || (!bias.stride[1] && params.heads > 1);
-    bool shared_by_rows = !bias.stride[2] && params.query_length > 1;
-    if (bias.data && shared_by_heads) at_once = std::min<int64_t>(at_once, 1);
-    if (at_once > 0 && at_once < params.threads && blocks && !(bias.data && shared_by_rows))
+    bool shared_by_heads = (!grad_bias.stride[0] && params.batch > 1) || (!grad_bias.stride[1] && params.heads > 1);
+    bool shared_by_rows = !grad_bias.stride[2] && params.query_length > 1;
+    if (grad_bias.data && shared_by_heads) at_once = std::min<int64_t>(at_once, 1);
+    if (at_once > 0 && at_once < params.threads && blocks && !(grad_bias.data && shared_by_rows))
       tasks_per_head = std::min(ceil_div(params.threads, at_once), blocks);
   }
 };

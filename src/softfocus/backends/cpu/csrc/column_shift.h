@@ -11,10 +11,11 @@ namespace softfocus {
 // each column, or 0 if no key is seen by every row. Values above M + LARGE_VALUE are recorded, and
 // exponents are clamped to MAX_EXPONENT (laser.h).
 struct ColumnShift {
-  Buffer<float> shift;            // [padded_value_dim], M
-  Buffer<float> scratch;          // [BLOCK_K, padded_value_dim], e^(V - M) of a tile, unless M is 0
-  std::vector<ValueIndex> large;  // values above their M + LARGE_VALUE that some row may see
-  bool zero_shift = false;        // M is 0
+  Buffer<float> shift;    // [padded_value_dim], M
+  Buffer<float> scratch;  // [BLOCK_K, padded_value_dim], e^(V - M) of a tile, unless M is 0
+  // Values above their M + LARGE_VALUE: of the block's tiles, or, if M is 0, of the whole key head
+  std::vector<ValueIndex> large;
+  bool zero_shift = false;  // M is 0
   // True in the first pass over the tiles after choose(), in which exp_values() appends to `large`.
   // Later passes would append the same values again.
   bool record_large = false;

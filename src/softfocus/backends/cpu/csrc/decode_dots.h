@@ -1,6 +1,7 @@
 // Dot products of a few query rows with their keys, as in decoding. Packing the keys would cost
-// more than it saves, so they are read in place. The class is not a template over phi and calls
-// back through std::function: the template took three times as long to compile, and was no faster.
+// more than it saves. They are read in place if their rows are contiguous (contiguous_rows()), else
+// copied W at a time. The class is not a template over phi and calls back through std::function:
+// the template took three times as long to compile, and was no faster.
 #pragma once
 
 #include <functional>
@@ -80,8 +81,8 @@ class DecodeDots {
   }
 
   // Dot products with W keys of each of N streams; first[i] is the offset of stream i's first key.
-  // Keys that cannot be read in place, or fewer than W, have one stream. Arrays [N] have an element
-  // for each stream.
+  // Arrays [N] have an element for each stream. Only N = 1 may come with keys that must be copied:
+  // keys that cannot be read in place, or fewer than W.
   template <typename T, int N>
   __attribute__((always_inline)) inline void dot_vectors(const int64_t (&first)[N], int64_t key_begin,
                                                          const float* queries, int64_t rows,
@@ -92,6 +93,7 @@ class DecodeDots {
       for (int i = 0; i < N; ++i) keys[i] = row_pointer<T>(params.key, batch_index, key_head, key_begin + first[i]);
       return dot_rows(first, keys, params.key.stride[2], W, key_begin, queries, rows, address);
     }
+    // N = 1 from here on
     if (!copies) copies.resize(W * padded_dim);
     if (n_keys < W || params.head_dim < padded_dim) std::fill(copies + 0, copies + W * padded_dim, 0.0f);
     for (int64_t i = 0; i < n_keys; ++i)

@@ -44,8 +44,8 @@ class DropoutMask {
     uint32_t head_index = uint32_t(block.batch_index * params.heads + block.query_head);  // of all B * H
     block.each_tile([&](int64_t start_k) {
       for (int64_t r = 0; r < block.n_rows; ++r) {
-        KeyRange seen = block.strip_range(r, start_k);
-        for (int64_t j = seen.begin / WORD_KEYS * WORD_KEYS; j < seen.end; j += WORD_KEYS)
+        KeyRange strip_keys = block.strip_range(r, start_k);
+        for (int64_t j = strip_keys.begin / WORD_KEYS * WORD_KEYS; j < strip_keys.end; j += WORD_KEYS)
           dropped_bits[word_index(r, j)] = dropped_word(uint64_t(block.key_begin + j) / WORD_KEYS * WORD_COUNTERS,
                                                         uint32_t(block.start_q + r), head_index);
       }

@@ -11,7 +11,7 @@
 //
 // How the coefficients were computed is not recorded. In float64 the first two errors reach their
 // maximum with alternating signs 6 and 10 times, as those of minimax polynomials do. For ln(1 + x)
-// the error relative to the quotient does, 9 times; it is at most 4.1e-7.
+// the error relative to the quotient reaches its maximum so, 9 times; it is at most 4.1e-7.
 //
 // Largest relative errors in float32, measured over every range with fused multiply-adds: 8e-8 for
 // e^x, 9e-8 for ln u, 1.2e-7 for 1 - e^-f, 2.1e-7 for log(1 + e^-|s|). Without fused multiply-adds
@@ -79,6 +79,8 @@ __attribute__((always_inline)) inline void exp_negative(vfloat (&x)[N]) {
 template <int N>
 __attribute__((always_inline)) inline void log1p_exp(const vfloat (&s)[N], vfloat (&y)[N]) {
   vfloat x[N], shifted[N], e[N];
+  // x is |s|, then r with -|s| = n ln 2 + r (reduce_argument()). e is n, then q = e^r - 1, then
+  // e^-|s|. Arrays of their own would change the code that the compiler makes of convert_strip().
   unroll<N>([&](int i) { x[i] = min(absolute(s[i]), splat(-EXP_MIN)); });
   unroll<N>([&](int i) { shifted[i] = x[i] * -LOG2_E + ROUND_MAGIC; });
   unroll<N>([&](int i) { e[i] = shifted[i] - ROUND_MAGIC; });

@@ -110,8 +110,7 @@ bool forward(const Params& params, void* out, float* statistics) {
   for (int64_t first = 0; first < key_heads; first += at_once) {
     int64_t n = std::min(at_once, key_heads - first);
     if (!pack_key_heads(params, key_data_at_once, first, n, false)) return false;
-    // item = ((key head - first) * blocks + m) * group + query head in its group, where m counts
-    // the blocks from the last
+    // `item` is an index of [n key heads, blocks, query heads of a group].
     bool done = parallel_for(params.threads, n * group * blocks, [&](int64_t item) {
       // The last rows go first, because they take longest under a causal mask.
       int64_t block_index = blocks - 1 - item / group % blocks;

@@ -8,8 +8,10 @@
 //     dS_j = (g_j - o mean(g)) * inverse_spread * phi'(s_j)       with it, where
 //     g_j = p u_j^(p-1) (dA_j - D) / sum u^p
 //     dL/dp = sum_j A_j (dA_j - D) log u_j
-// g_j is dL/du_j. The term o mean(g) comes from the threshold o sum_k phi_k / N: each phi lowers
-// every u. dL/dp follows from dA_j/dp = A_j (log u_j - sum_k A_k log u_k): u does not depend on p.
+// g_j is dL/du_j. The spread is treated as a constant, because A does not change when all u of a
+// row are multiplied by a number. The term o mean(g) comes from the threshold o sum_k phi_k / N:
+// each phi lowers every u. dL/dp follows from dA_j/dp = A_j (log u_j - sum_k A_k log u_k): u does
+// not depend on p.
 // gradients_dense.inl.h computes rows without re-weighting, over all keys.
 // gradients_reweighted.inl.h computes re-weighted rows, over lists of live keys.
 //
@@ -29,7 +31,8 @@ namespace softfocus {
 struct GradientTensors {
   TensorView grad_out;                       // [B, H, Lq, Dv]
   void *grad_query, *grad_key, *grad_value;  // contiguous, of the query's dtype
-  TensorView grad_bias;                      // float32; data is null if it is not wanted
+  // float32, written through const_cast (add_bias_gradient()); data is null if it is not wanted
+  TensorView grad_bias;
   // [B, H, Lq], for the caller to sum over B and Lq; or null
   float *grad_head_scale, *grad_power;
 };
@@ -89,9 +92,11 @@ class RowGradients {
   // dL/dA: without re-weighting an element for each score (grad_weights_row()), with re-weighting
   // one for each live key (grad_weights_of_lists())
   Buffer<float> grad_weights_data;
-  // The live keys, list after list, counted from their tile's first; one vector of slack
+  // The live keys, counted from their tile's first. The lists of all rows follow one another.
+  // gather_live() writes up to W elements past the end of a list: W elements of slack at the very
+  // end are enough.
   Buffer<uint8_t> list_keys;
-  // u of the live keys, negative where dropout drops the weight; same indices; one vector of slack
+  // u of the live keys, negative where dropout drops the weight; same indices
   Buffer<float> list_u;
   Buffer<int64_t> list_start;   // [tiles, BLOCK_Q], where the list of a tile and row begins
   Buffer<uint8_t> list_length;  // [tiles, BLOCK_Q], its length

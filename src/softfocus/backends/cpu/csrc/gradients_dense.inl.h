@@ -10,9 +10,9 @@ namespace softfocus {
 template <typename Phi>
 inline void RowGradients<Phi>::compute_dense_grad_weights() {
   const Params& params = block.params;
-  // Lane-wise: sum of phi dA, of TILES_PER_SUM tiles and of all; number of keys with phi > 0
-  vfloat phi_da_sum[BLOCK_Q], n_positive[BLOCK_Q];
-  DoubleSum phi_da_total[BLOCK_Q];
+  vfloat phi_da_sum[BLOCK_Q];       // lane-wise sum of phi dA over at most TILES_PER_SUM tiles
+  vfloat n_positive[BLOCK_Q];       // lane-wise number of keys with phi > 0; where Phi::has_zeros
+  DoubleSum phi_da_total[BLOCK_Q];  // sum of phi dA over all tiles
   int64_t tiles = 0;
   for (int64_t r = 0; r < BLOCK_Q; ++r) phi_da_sum[r] = n_positive[r] = vfloat{};
   block.each_tile([&](int64_t start_k) {
@@ -23,18 +23,18 @@ inline void RowGradients<Phi>::compute_dense_grad_weights() {
     }
     for (int64_t panel = start_k; panel < start_k + BLOCK_K; panel += PANEL)
       for (int64_t r = 0; r < block.n_rows; r += MR) {
-        KeyRange seen = block.strip_range(r, panel, PANEL);
-        if (seen.empty()) continue;
-        const float* columns = panels + (panel - start_k) * params.value_dim + (seen.begin - panel);
-        panel_dots<MR>(seen.vectors(), params.value_dim, grad_out + r * block.padded_value_dim, block.padded_value_dim,
-                       columns, grad_weights_row(r, start_k) + seen.begin, BLOCK_K);
+        KeyRange keys = block.strip_range(r, panel, PANEL);
+        if (keys.empty()) continue;
+        const float* columns = panels + (panel - start_k) * params.value_dim + (keys.begin - panel);
+        panel_dots<MR>(keys.vectors(), params.value_dim, grad_out + r * block.padded_value_dim, block.padded_value_dim,
+                       columns, grad_weights_row(r, start_k) + keys.begin, BLOCK_K);
         for (int64_t i = r; i < std::min(r + MR, block.n_rows) && params.drop_below; ++i)
-          block.apply_dropout(i, seen, grad_weights_row(i, start_k) + seen.begin);
+          block.apply_dropout(i, keys, grad_weights_row(i, start_k) + keys.begin);
         if (params.normaliser != L1) continue;
         for (int64_t i = r; i < std::min(r + MR, block.n_rows); ++i)
           block.with_row_phi(i, [&](auto phi) {
             const float *stored = block.tile_row(i, start_k), *da = grad_weights_row(i, start_k);
-            for (int64_t j = seen.begin; j < seen.end; j += W) {
+            for (int64_t j = keys.begin; j < keys.end; j += W) {
               vfloat f = phi.value(load(stored + j));
               vfloat phi_da = f * load(da + j);
               // dA of a key that the row does not see may overflow.
@@ -92,13 +92,13 @@ inline void RowGradients<Phi>::set_seen_to_nan(float* row, int64_t r, int64_t st
 template <typename Phi>
 inline void RowGradients<Phi>::dense_grad_scores(int64_t r, int64_t start_k) {
   const Params& params = block.params;
-  KeyRange seen = strip_keys[r / MR];
+  KeyRange keys = strip_keys[r / MR];
   clear_row(weights, r, start_k), clear_row(grad_scores, r, start_k);
-  if (seen.empty() || block.fully_masked[r]) return;
+  if (keys.empty() || block.fully_masked[r]) return;
   const float *stored = block.tile_row(r, start_k), *da = grad_weights_row(r, start_k);
   // a[0], ds[0]: the key at start_k
   float *a = weights + r * TILE_STRIDE, *ds = grad_scores + r * TILE_STRIDE;
-  if (!std::isfinite(block.weight_scale[r])) {  // a row with the l1 norm that sees a NaN
+  if (!std::isfinite(block.weight_scale[r])) {  // a non-finite row; with the l1 norm only
     set_seen_to_nan(a, r, start_k);
     set_seen_to_nan(ds, r, start_k);
     return;
@@ -124,11 +124,11 @@ inline void RowGradients<Phi>::dense_grad_scores(int64_t r, int64_t start_k) {
         store(ds + (j - start_k) + i * W, grad_s);
       });
     };
-    int64_t j = seen.begin;
-    for (; j + 4 * W <= seen.end; j += 4 * W) vectors(j, std::integral_constant<int, 4>{});
-    for (; j < seen.end; j += W) vectors(j, std::integral_constant<int, 1>{});
+    int64_t j = keys.begin;
+    for (; j + 4 * W <= keys.end; j += 4 * W) vectors(j, std::integral_constant<int, 4>{});
+    for (; j < keys.end; j += W) vectors(j, std::integral_constant<int, 1>{});
   });
-  if (params.drop_below) block.apply_dropout(r, seen, a + (seen.begin - start_k));
+  if (params.drop_below) block.apply_dropout(r, keys, a + (keys.begin - start_k));
 }
 
 }  // namespace softfocus

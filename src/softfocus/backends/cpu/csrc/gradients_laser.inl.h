@@ -38,9 +38,10 @@ inline void RowGradients<Phi>::laser_backward(float* grad_values) {
   });
   for (int64_t r = 0; r < block.n_rows; ++r)
     for (int64_t d = 0; d < params.value_dim; ++d) {
-      // 0 where dO is 0, and where the row has no weights or the output is NaN. NaN weights already
-      // make its dL/ds NaN.
-      float &g = grad_out[r * block.padded_value_dim + d], sum = output.out[r * block.padded_value_dim + d];
+      float& g = grad_out[r * block.padded_value_dim + d];
+      float sum = output.out[r * block.padded_value_dim + d];  // A e^(V - M)
+      // 0 where dO is 0, where the row has no weights, and where the sum is NaN. The last is a
+      // non-finite row: its dL/ds is NaN whatever g is.
       g = output.zero_weights[r] || g == 0.0f || std::isnan(sum) ? 0.0f : g / sum;
     }
   for (int64_t index : exact) grad_out[index] = 0.0f;

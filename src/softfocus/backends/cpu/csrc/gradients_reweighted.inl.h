@@ -83,7 +83,7 @@ inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors
     double g_sum = power_over_sum[r] * (row.u_pm1_grad.total() - delta_i * row.u_pm1.total()) + power * exact_over_u;
     mean_term[r] = block.threshold_on[r] == 0.0f ? 0.0f : float(-g_sum / block.count[r] * block.inverse_spread[r]);
     // dL/dp = sum_j (A_j (dA_j - D) + X_j) log u_j, but 0 in a tied row, which keeps its l1
-    // weights. In a row that sees a NaN peak is NaN, so that the condition holds, and dL/dp is NaN.
+    // weights. In a non-finite row peak is NaN and the condition holds: a NaN reaches dL/dp.
     if (grads.grad_power && !(block.peak[r] <= TIE_TOLERANCE))
       grad_power[r] = float((row.u_p_log_grad.total() - delta_i * row.u_p_log.total()) * precise_inverse_power_sum[r] +
                             (has_exact[r] ? exact_log_sum[r] : 0.0));

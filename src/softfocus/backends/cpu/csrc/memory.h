@@ -58,9 +58,10 @@ class Pool {
   static void give_back(void* data, int64_t bytes) {
     Pool& pool = instance();
     std::lock_guard<std::mutex> lock(pool.mutex_);
-    // The next slot of the ring is reused. It may be empty, or hold the oldest piece.
     Slot& slot = pool.slots_[pool.next_];
     if (bytes > CAPACITY / 2) return std::free(data);  // a large piece leaves no room for others
+    // The next slot of the ring is reused. It may be empty, or hold the oldest piece. That piece is
+    // freed even if the new one does not fit.
     pool.next_ = (pool.next_ + 1) % SLOTS;
     if (slot.data) pool.held_ -= slot.bytes, std::free(slot.data);
     slot = {nullptr, 0};

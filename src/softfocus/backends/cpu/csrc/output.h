@@ -37,7 +37,7 @@ class BlockOutput {
                                    params.value_dim);
   }
 
-  // Calls f(r, column, log_u) for each exact sum, row by row; log_u [row_stride] is what
+  // Calls f(r, column, log_u) for each exact sum, row by row; log_u [row_stride - W] is what
   // RowBlock::compute_log_u() writes.
   template <typename F>
   void each_exact_sum(RowBlock<Phi>& block, F&& f) {
@@ -69,7 +69,7 @@ class BlockOutput {
   // [BLOCK_K, padded_value_dim], values of a tile that cannot be read in place
   Buffer<float> value_scratch;
   Buffer<float> weights;    // [MR, BLOCK_K], the weights of a strip in a tile
-  Buffer<float> row_log_u;  // [row_stride], for LASER: log u of a row (compute_log_u())
+  Buffer<float> row_log_u;  // [row_stride - W], for LASER: log u of a row (compute_log_u())
 
   // DROPOUT is a template argument because listing live keys takes most of the time: a test inside
   // that loop would slow down calls without dropout.
@@ -129,7 +129,7 @@ class BlockOutput {
     });
   }
 
-  // In decoding each value is read only once, so that it is read in place in every dtype.
+  // In decoding each value is read only once. It is therefore read in place in every dtype.
   static bool values_in_place(const RowBlock<Phi>& block) {
     const Params& params = block.params;
     return !block.key_data->packed && !params.laser && block.key_data->nonfinite_values.empty() &&
@@ -143,21 +143,22 @@ class BlockOutput {
     int64_t padded_value_dim = block.padded_value_dim, vectors = padded_value_dim / W,
             end = std::min(start_k + BLOCK_K, block.params.key_length - block.key_begin);
     for (int64_t r = 0; r < block.n_rows; r += MR) {
-      KeyRange seen = block.strip_range(r, start_k);
-      if (seen.empty()) continue;
-      int64_t depth = std::min(seen.end, end) - seen.begin, strip_rows = std::min<int64_t>(MR, block.n_rows - r);
-      const float* a = block.tile_row(r, start_k) + seen.begin;  // [strip_rows, BLOCK_K]
+      KeyRange strip_keys = block.strip_range(r, start_k);
+      if (strip_keys.empty()) continue;
+      int64_t depth = std::min(strip_keys.end, end) - strip_keys.begin,
+              strip_rows = std::min<int64_t>(MR, block.n_rows - r);
+      const float* a = block.tile_row(r, start_k) + strip_keys.begin;  // [strip_rows, BLOCK_K]
       if (!block.products_read_stored()) {
         for (int64_t i = 0; i < strip_rows; ++i)
           block.with_row_phi(r + i, [&](auto phi) {
             vfloat scale = splat(block.weight_scale[r + i]);
-            for (int64_t j = 0; j < seen.end - seen.begin; j += W)
+            for (int64_t j = 0; j < strip_keys.end - strip_keys.begin; j += W)
               store(weights + i * BLOCK_K + j, phi.value(load(a + i * BLOCK_K + j)) * scale);
-            if (block.params.drop_below) block.apply_dropout(r + i, seen, weights + i * BLOCK_K);
+            if (block.params.drop_below) block.apply_dropout(r + i, strip_keys, weights + i * BLOCK_K);
           });
         a = weights;
       }
-      const T* v = values + (seen.begin - start_k) * stride;
+      const T* v = values + (strip_keys.begin - start_k) * stride;
       if (strip_rows == MR)
         product<MR>(vectors, depth, a, BLOCK_K, 1, v, stride, out + r * padded_value_dim, padded_value_dim, true);
       for (int64_t i = 0; i < strip_rows && strip_rows < MR; ++i)

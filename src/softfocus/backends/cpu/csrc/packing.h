@@ -1,5 +1,6 @@
 // Keys and values of a key head in the forms that the products read: packed panels, or rows of
-// whole vectors. Non-finite elements are replaced by 0, and their positions are recorded.
+// whole vectors. A non-finite element of a value is replaced by 0. A key with a non-finite element
+// is replaced by 0 as a whole. The positions of both are recorded.
 #pragma once
 
 #include <vector>
@@ -23,7 +24,7 @@ struct ValueIndex {  // an element of V
 struct KeyHeadData {
   Buffer<float> key_panels;  // [Lk / PANEL, D, PANEL]; unit vectors for cosine similarity
   // Where uses_amx(), in place of key_panels: [Lk / 16, D / 32, 16 pairs of dimensions, 16 keys,
-  // 2], D rounded up to 32. A non-finite key has elements of 0.
+  // 2], D rounded up to 32. A non-finite key is 0.
   Buffer<bfloat16> amx_keys;
   Buffer<float> key_factor;  // [Lk], with amx_keys: what pack_amx_row() returned for a key
   // [Lk]; with cosine similarity 1 / |k|, or 0 for a key whose elements are all 0 or subnormal.
@@ -37,11 +38,11 @@ struct KeyHeadData {
   std::vector<ValueIndex> nonfinite_values;
   std::vector<ValueIndex> large_values;  // above LARGE_VALUE (laser.h), for LASER
   bool any_nonfinite_key = false;
-  bool packed = false;  // false in decoding, which reads keys and values in place
+  bool packed = false;  // false in decoding, which packs neither keys nor values
 
   // A forward and a re-weighted or LASER backward read values as rows. They are copied unless they
   // can be read in place. A backward without re-weighting reads panels
-  // (compute_dense_grad_weights()).
+  // (compute_dense_grad_weights()). With LASER and without re-weighting it reads both.
   static bool needs_value_rows(const Params& params, bool backward) {
     return (!backward || params.reweighted || params.laser) &&
            !contiguous_float_rows(params.value, params.dtype, params.value_dim);
@@ -163,10 +164,10 @@ struct RowView {
   int64_t stride;
 };
 
-// The values [start, stop), 0 where non-finite: in place if they can be read there, else in
-// value_rows, or copied to `scratch` [stop - start, Dv in whole vectors]. If the head has a
-// non-finite value, no rows are read in place: they are copied, with 0 for that value. Padding is
-// 0.
+// The values [start, stop): in place if they can be read there, else in value_rows, or copied to
+// `scratch` [stop - start, Dv in whole vectors]. If nonfinite_values lists an element of the head,
+// no rows are read in place, and non-finite elements are 0. The first pass of a decoding call
+// without LASER has no list yet: it reads values as given. Padding is 0.
 inline RowView view_values(const Params& params, const KeyHeadData& key_data, int64_t b, int64_t key_head,
                            int64_t start, int64_t stop, float* scratch) {
   int64_t width = params.value_dim, stride = round_up(width, W);
@@ -183,8 +184,8 @@ inline RowView view_values(const Params& params, const KeyHeadData& key_data, in
   return {scratch, stride};
 }
 
-// The keys [start, stop) of a packed head, unit vectors for cosine similarity, 0 where non-finite:
-// in place, or copied to `scratch` [stop - start, D in whole vectors]. Padding is 0.
+// The keys [start, stop) of a packed head, unit vectors for cosine similarity: in place, or copied
+// to `scratch` [stop - start, D in whole vectors]. A non-finite key and padding are 0.
 inline RowView view_keys(const Params& params, const KeyHeadData& key_data, int64_t b, int64_t key_head, int64_t start,
                          int64_t stop, float* scratch) {
   int64_t width = params.head_dim, stride = round_up(width, W);

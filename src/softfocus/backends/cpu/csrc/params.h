@@ -16,8 +16,8 @@ enum ScoreBias : int64_t { NO_BIAS, MINUS_LOG_N, MINUS_LOG_L };
 enum Normaliser : int64_t { L1, NONE, ONE_OVER_N, ONE_OVER_L, ONE_OVER_SQRT_HALF_N };
 
 // validation.py and mechanism.py have checked the call. The kernels rely on that: key_heads > 0
-// divides heads; head_dim and value_dim are > 0; with document_ids Lq <= Lk; LASER has the l1 norm
-// and no dropout.
+// divides heads; head_dim and value_dim are > 0; with document_ids Lq <= Lk; re-weighting has the
+// l1 norm; LASER has the l1 norm and no dropout.
 //
 // Row i has position i + Lk - Lq: the queries are the last positions (bottom-right alignment).
 struct Params {
@@ -37,7 +37,7 @@ struct Params {
   TensorView bias;                       // float32 [B, H, Lq, Lk]
   const float *head_scale, *head_power;  // [H] or null; head_power takes the place of power
 
-  int64_t group() const { return heads / key_heads; }  // query heads that share a key head
+  int64_t group() const { return heads / key_heads; }  // query heads that share a key head (GQA)
   int64_t key_head_of(int64_t query_head) const { return query_head / group(); }
 };
 static_assert(sizeof(Params) == 8 * 59, "call.py packs 59 numbers of eight bytes");

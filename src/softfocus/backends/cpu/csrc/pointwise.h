@@ -1,7 +1,7 @@
 // phi as the kernels need it. A block stores one number per score, in the form from which phi and
-// its derivative are best computed: the score s, phi(s), or e^(s - m). All phi here are
-// non-negative. phi is non-decreasing, so the largest score has the largest phi. To add one, write
-// a struct and a line in `with_phi` (docs/adding-a-phi.md).
+// its derivative are best computed: the score s, phi(s), e^(s - m), or relu(s) for relu2. All phi
+// here are non-negative and non-decreasing, so the largest score has the largest phi. To add a phi,
+// write a struct and a line in `with_phi` (docs/adding-a-phi.md).
 #pragma once
 
 #include "elementary.h"
@@ -17,6 +17,7 @@ constexpr float MIN_NORMAL = std::numeric_limits<float>::min();
 //     to_stored(s)          the stored form of a score
 //     value(stored)         phi(s)
 //     derivative(stored)    phi'(s)
+// Where e^(s - m) is stored, both are times e^-m, as is `norm`: the factor cancels in the weights.
 // For LASER, accurate even where phi(s) itself underflows:
 //     log_value(s)               log phi(s), from the score; -inf where phi(s) is 0
 //     log_derivative(stored)     phi'(s) / phi(s); finite also where phi(s) is 0
@@ -33,7 +34,7 @@ struct Pointwise {
   static constexpr float stored_masked = 0.0f;  // stored for a key that the row does not see
   static vfloat to_stored(vfloat s) { return s; }
   static vfloat value(vfloat stored) { return stored; }
-  // For a phi with an exponential tail. A phi with zeros defines its own.
+  // For a phi with an exponential tail. Every other phi defines its own.
   static vfloat log_value(vfloat s) {
     static_assert(Phi::has_exp_tail, "log phi(s) is s below EXP_TAIL only with an exponential tail");
     return s < EXP_TAIL ? s : logarithm(Phi::value(Phi::to_stored(s)));

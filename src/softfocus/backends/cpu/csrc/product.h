@@ -11,8 +11,8 @@
 
 namespace softfocus {
 
-// panel_dots() sums so many dimensions of a dot product at a time. Longer sums round too much:
-// errors of scores of 256 dimensions were two to five times those of the reference
+// The most dimensions of a dot product that panel_dots() adds up in one sum. Longer sums round too
+// much: errors of scores of 256 dimensions were two to five times those of the reference
 // (docs/performance.md).
 constexpr int64_t DOT_DIMS = 64;
 

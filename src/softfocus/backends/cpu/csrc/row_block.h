@@ -8,9 +8,9 @@
 //     A_j = value(stored_j) * weight_scale      or, re-weighted,
 //     u_j = (value(stored_j) - threshold) * inverse_spread
 //     A_j = u_j^p / sum u^p  where u_j > live_threshold, else 0
-// A tied row, and a row that sees a NaN, is a re-weighted row with threshold 0, inverse_spread 1
-// and p = 1: its u is phi, and it keeps its l1 weights. A row without weights (MIN_ROW_SUM) has
-// inverse_spread 0: all its u are 0.
+// A tied row is computed as a re-weighted row with threshold 0, inverse_spread 1 and p = 1: its u
+// is phi, and it keeps its l1 weights. A non-finite row, whose norm is NaN or infinite, is computed
+// in the same way. A row without weights (MIN_ROW_SUM) has inverse_spread 0: all its u are 0.
 #pragma once
 
 #include <algorithm>
@@ -42,9 +42,10 @@ constexpr int64_t SQUARING_LIMIT = 32;
 // limit, as much as the forward's scores at 16K keys. Chosen, not measured.
 constexpr int64_t DENSE_BACKWARD_KEYS = 8192;
 
-// So many tiles are summed in float before the sum moves to a DoubleSum: 64 terms in a lane,
-// however wide the vectors. Such a sum errs by 2^-19 at most, an eighth of TIE_TOLERANCE. Tiles are
-// counted as they come: masks skip some, and decoding visits them interleaved.
+// Tiles that are summed in float before the sum moves to a DoubleSum: 64 terms in a lane, however
+// wide the vectors. Such a sum of equal terms, as in a tied row, errs by 2^-19 at most, an eighth
+// of TIE_TOLERANCE; a sum of any terms by 2^-18. Tiles are counted as they come: masks skip some,
+// and decoding visits them interleaved.
 constexpr int64_t TILES_PER_SUM = W / 2;
 static_assert(TILES_PER_SUM * BLOCK_K / W == 64);
 
@@ -110,10 +111,11 @@ class RowBlock : public BlockVisibility {
   const int64_t padded_dim, padded_value_dim;  // D and Dv in whole vectors
   const KeyHeadData* key_data = nullptr;       // of the key head that the rows read
   Buffer<float> stored;                        // [tiles, max_rows, BLOCK_K], stored form of scores
-  // [BLOCK_Q, padded_dim]; unit vectors for cosine similarity, 0 where non-finite
+  // [BLOCK_Q, padded_dim]; unit vectors for cosine similarity. A query with a non-finite element is
+  // 0 as a whole.
   Buffer<float> queries;
   Buffer<float> scaled_queries;  // [BLOCK_Q, padded_dim], times score_scale: for key gradients
-  // Where uses_amx(): [BLOCK_Q, D in whole tiles], 0 where non-finite and after the last row
+  // Where uses_amx(): [BLOCK_Q, D in whole tiles]. Such queries and the rows after the last are 0.
   Buffer<bfloat16> amx_queries;
   float base_scale[BLOCK_Q];  // c_i without the head scale
   // c_i; multiplies the dot products, not the query, which would round once more (key gradients do
@@ -122,7 +124,7 @@ class RowBlock : public BlockVisibility {
   float dot_scale[BLOCK_Q];    // score_scale; where uses_amx(), times what pack_amx_row() returned
   float row_bias[BLOCK_Q];     // b_i
   float query_rnorm[BLOCK_Q];  // what l2_normalise() returned; 1 without cosine similarity
-  // maximum is m_i: NaN in a row that sees a NaN, -inf in a fully masked one.
+  // maximum is m_i: NaN where norm is NaN, -inf in a fully masked row.
   // norm is the sum of value(stored): Z_i, or Z_i e^(-m_i) where e^(s - m) is stored. log_norm is
   // log Z_i, whatever is stored. In a row without weights (MIN_ROW_SUM) norm is 1 and log_norm
   // -inf; in a fully masked row norm is 0 and log_norm -inf.
@@ -230,26 +232,27 @@ class RowBlock : public BlockVisibility {
   }
 
   // Multiplies weights of row r, or their gradients, by the dropout factors. row[0] belongs to the
-  // key at seen.begin.
-  void apply_dropout(int64_t r, KeyRange seen, float* row) const {
-    for (int64_t j = seen.begin; j < seen.end; j += W, row += W) store(row, load(row) * dropout.factors(r, j));
+  // key at range.begin.
+  void apply_dropout(int64_t r, KeyRange range, float* row) const {
+    for (int64_t j = range.begin; j < range.end; j += W, row += W) store(row, load(row) * dropout.factors(r, j));
   }
 
   // Lists the live keys of a re-weighted row in a tile: the keys, counted from start_k, and their
   // u, negative where dropout drops the weight. Writes one vector of zeros after the end of each
-  // list: both need room for the tile's keys and one vector. Returns the number of keys.
+  // list: both need room for the tile's keys and one vector. Returns the number of keys. A key that
+  // the row does not see has phi 0, so u <= 0: it is not live.
   template <bool DROPOUT>
   int64_t gather_live(int64_t r, int64_t start_k, uint8_t* keys, float* u) const {
     int64_t n_live = 0;
-    KeyRange seen = strip_range(r, start_k);
+    KeyRange strip_keys = strip_range(r, start_k);
     const float* row = tile_row(r, start_k);
     // Prefetches this row of the next tile into the second-level cache: it is used one tile later.
     for (int64_t j = 0; j < BLOCK_K; j += LINE_FLOATS) __builtin_prefetch(row + start_k + max_rows * BLOCK_K + j, 0, 2);
     vfloat limit = splat(live_threshold[r]);
     auto to_u = phi_to_u(r);
     with_row_phi(r, [&](auto phi) {
-      vint key = lane_index() + int32_t(seen.begin - start_k);
-      for (int64_t j = seen.begin; j < seen.end; j += W, key += W) {
+      vint key = lane_index() + int32_t(strip_keys.begin - start_k);
+      for (int64_t j = strip_keys.begin; j < strip_keys.end; j += W, key += W) {
         vfloat x = to_u(phi.value(load(row + j)));
 #if defined(__AVX512F__)
         __mmask16 live = _mm512_cmp_ps_mask((__m512)x, (__m512)limit, _CMP_NLE_UQ);  // true for NaN
@@ -284,7 +287,7 @@ class RowBlock : public BlockVisibility {
 
  private:
   const bool amx;  // uses_amx()
-  // All rows first store s, then e^(s - m) once the row maximum m is known.
+  // exp with the l1 norm: rows store s at first, and e^(s - m) once their maximum m is known.
   const bool maximum_first;
   DecodeDots decode_dots;
 
@@ -295,12 +298,12 @@ class RowBlock : public BlockVisibility {
   void score_rows(int64_t first, int64_t stop, vfloat* phi_sums, vfloat* maxima, F&& after_tile);
   template <bool KEEP_SCORES>
   void score_tile(int64_t first, int64_t stop, int64_t start_k, vfloat* phi_sums, vfloat* maxima);
-  void strip_dots(int64_t r, int64_t start_k, KeyRange seen, bool one_row);
+  void strip_dots(int64_t r, int64_t start_k, KeyRange strip_keys, bool one_row);
   void amx_tile_dots(int64_t first, int64_t stop, int64_t start_k);
   static void prefetch_strip(float* to);
   KeyRange fully_seen(int64_t r, KeyRange range) const;
   template <bool KEEP_SCORES>
-  void convert_strip(int64_t r, int64_t start_k, KeyRange seen, vfloat* phi_sums, vfloat* maxima);
+  void convert_strip(int64_t r, int64_t start_k, KeyRange range, vfloat* phi_sums, vfloat* maxima);
   template <bool KEEP_SCORES>
   void convert_row(int64_t r, int64_t start_k, KeyRange range, vfloat& phi_sum, vfloat& running_max);
   static vint widen(const uint8_t* bytes) { return __builtin_convertvector(*(const vbyte_unaligned*)bytes, vint); }

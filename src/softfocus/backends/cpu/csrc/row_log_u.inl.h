@@ -16,8 +16,9 @@ inline void RowBlock<Phi>::compute_log_u(int64_t r, float* row_log_u) {
   std::fill(row_log_u, row_log_u + (row_stride - W), -INF);
   auto each_vector = [&](auto log) {
     each_tile([&](int64_t start_k) {
-      KeyRange seen = strip_range(r, start_k);
-      for (int64_t j = seen.begin; j < seen.end; j += W) store(row_log_u + j, log(load(tile_row(r, start_k) + j)));
+      KeyRange strip_keys = strip_range(r, start_k);
+      for (int64_t j = strip_keys.begin; j < strip_keys.end; j += W)
+        store(row_log_u + j, log(load(tile_row(r, start_k) + j)));
     });
   };
   if (threshold[r] != 0.0f) return each_vector([&](vfloat x) { return log_u_of_stored(r, x); });
@@ -29,9 +30,9 @@ inline void RowBlock<Phi>::compute_log_u(int64_t r, float* row_log_u) {
   each_vector(from_score);
   if (stores_shifted_exp(r)) return exponentiate_row(r);
   each_tile([&](int64_t start_k) {
-    KeyRange seen = strip_range(r, start_k);
+    KeyRange strip_keys = strip_range(r, start_k);
     float* row = tile_row(r, start_k);
-    for (int64_t j = seen.begin; j < seen.end; j += W) store(row + j, Phi::to_stored(load(row + j)));
+    for (int64_t j = strip_keys.begin; j < strip_keys.end; j += W) store(row + j, Phi::to_stored(load(row + j)));
   });
 }
 
@@ -39,10 +40,10 @@ inline void RowBlock<Phi>::compute_log_u(int64_t r, float* row_log_u) {
 template <typename Phi>
 inline bool RowBlock<Phi>::has_weight(int64_t r, int64_t key) const {
   if (threshold[r] == 0.0f && !Phi::has_zeros) return true;
-  static_assert(!Phi::has_zeros || Phi::stored_stands_for_score, "log_value() takes a stored score");
+  static_assert(!Phi::has_zeros || Phi::stored_stands_for_score, "a phi with zeros has a log_value() of stored scores");
   int64_t j = key - key_begin, vector_begin = j / W * W;
   vfloat x = load(tile_row(r, j / BLOCK_K * BLOCK_K) + vector_begin);
-  // log_value() may take the stored score here (stored_stands_for_score).
+  // With threshold 0 Phi has zeros here, so that log_value() may take the stored score.
   return (threshold[r] == 0.0f ? Phi::log_value(x) : log_u_of_stored(r, x))[j - vector_begin] != -INF;
 }
 

@@ -75,8 +75,8 @@ inline void RowBlock<Phi>::score_rows(int64_t first, int64_t stop, vfloat* phi_s
       [&](int64_t r, int64_t j) { return tile_row(first + r, j / BLOCK_K * BLOCK_K) + j; },
       [&](int64_t start_k) {
         for (int64_t r = first; r < stop; ++r)
-          if (KeyRange seen = strip_range(r, start_k); !seen.empty())
-            convert_row<KEEP_SCORES>(r, start_k, seen, phi_sums[r], maxima[r]);
+          if (KeyRange strip_keys = strip_range(r, start_k); !strip_keys.empty())
+            convert_row<KEEP_SCORES>(r, start_k, strip_keys, phi_sums[r], maxima[r]);
         after_tile();
       });
 }
@@ -92,13 +92,14 @@ inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start
   // no key of the key head is non-finite.
   bool by_strips = !one_row && tile_full(start_k) && !params.bias.data && !key_data->any_nonfinite_key;
   for (int64_t r = first; r < stop; r += one_row ? 1 : MR) {
-    KeyRange seen = strip_range(r, start_k);
-    if (seen.empty()) continue;
+    KeyRange strip_keys = strip_range(r, start_k);
+    if (strip_keys.empty()) continue;
     if (!one_row && has_next_tile(start_k)) prefetch_strip(tile_row(r, start_k) + start_k + max_rows * BLOCK_K);
-    if (!amx) strip_dots(r, start_k, seen, one_row);
-    KeyRange seen_by_all = by_strips ? fully_seen(r, seen) : KeyRange{seen.end, seen.end};
+    if (!amx) strip_dots(r, start_k, strip_keys, one_row);
+    KeyRange seen_by_all = by_strips ? fully_seen(r, strip_keys) : KeyRange{strip_keys.end, strip_keys.end};
     if (!seen_by_all.empty()) convert_strip<KEEP_SCORES>(r, start_k, seen_by_all, phi_sums + r, maxima + r);
-    for (KeyRange remaining : {KeyRange{seen.begin, seen_by_all.begin}, KeyRange{seen_by_all.end, seen.end}})
+    for (KeyRange remaining :
+         {KeyRange{strip_keys.begin, seen_by_all.begin}, KeyRange{seen_by_all.end, strip_keys.end}})
       for (int64_t i = r; i < std::min(r + (one_row ? 1 : MR), stop) && !remaining.empty(); ++i)
         convert_row<KEEP_SCORES>(i, start_k, remaining, phi_sums[i], maxima[i]);
   }
@@ -108,10 +109,10 @@ inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start
 // tile. Panels are [D, PANEL], one after another: each key takes D floats. A key is a column of its
 // panel.
 template <typename Phi>
-inline void RowBlock<Phi>::strip_dots(int64_t r, int64_t start_k, KeyRange seen, bool one_row) {
+inline void RowBlock<Phi>::strip_dots(int64_t r, int64_t start_k, KeyRange strip_keys, bool one_row) {
   const float* tile_panels = key_data->key_panels + (key_begin + start_k) * params.head_dim;
   for (int64_t start_panel = start_k; start_panel < start_k + BLOCK_K; start_panel += PANEL) {
-    KeyRange keys{std::max(seen.begin, start_panel), std::min(seen.end, start_panel + PANEL)};
+    KeyRange keys{std::max(strip_keys.begin, start_panel), std::min(strip_keys.end, start_panel + PANEL)};
     if (keys.empty()) continue;
     // From the first key of `keys` on
     const float* columns = tile_panels + (start_panel - start_k) * params.head_dim + keys.begin - start_panel;
@@ -123,10 +124,11 @@ inline void RowBlock<Phi>::strip_dots(int64_t r, int64_t start_k, KeyRange seen,
   }
 }
 
-// The same on AMX for the rows [first, stop), 16 at a time, for all keys that one of the 16 sees: a
-// row gets dot products outside its strip's range, too, which are not used. They still lack the
-// factors of query and key. A row's dot products do not depend on the rows beside it, so that a row
-// that is computed alone has the same ones.
+// The same on AMX for the rows [first, stop), 16 at a time. The keys are those that one of the 16
+// sees. A row therefore also gets dot products outside its strip's range, which are not used. The
+// factors of query and key (dot_scale, key_factor) are applied later, by convert_strip() and
+// convert_row(). A row's dot products do not depend on the rows beside it: a row that is computed
+// alone gets the same ones.
 template <typename Phi>
 inline void RowBlock<Phi>::amx_tile_dots([[maybe_unused]] int64_t first, [[maybe_unused]] int64_t stop,
                                          [[maybe_unused]] int64_t start_k) {
@@ -135,15 +137,16 @@ inline void RowBlock<Phi>::amx_tile_dots([[maybe_unused]] int64_t first, [[maybe
   int64_t width = round_up(params.head_dim, AMX_DIMS);
   for (int64_t rows = first / AMX_ROWS * AMX_ROWS; rows < stop; rows += AMX_ROWS) {
     int64_t begin = std::max(first, rows), end = std::min(stop, rows + AMX_ROWS);
-    KeyRange seen{BLOCK_K + start_k, start_k};  // empty
+    KeyRange keys{BLOCK_K + start_k, start_k};  // empty
     for (int64_t r = begin; r < end; ++r)
-      if (KeyRange one = strip_range(r, start_k); !one.empty())
-        seen = {std::min(seen.begin, one.begin), std::max(seen.end, one.end)};
-    // `stored` has max_rows rows, and if one row is asked for the others must keep theirs.
+      if (KeyRange strip_keys = strip_range(r, start_k); !strip_keys.empty())
+        keys = {std::min(keys.begin, strip_keys.begin), std::max(keys.end, strip_keys.end)};
+    // AMX writes 16 rows. `stored` may end before the last of them. If only one row is computed,
+    // the other rows must keep their stored scores.
     bool in_place = rows + AMX_ROWS <= max_rows && stop - first > 1;
     alignas(64) float scratch[AMX_ROWS * 2 * AMX_ROWS];  // [AMX_ROWS, 2 AMX_ROWS]
-    for (int64_t j = seen.begin; j < seen.end; j += 2 * AMX_ROWS) {
-      int64_t key = key_begin + j, n = std::min(2 * AMX_ROWS, seen.end - j);
+    for (int64_t j = keys.begin; j < keys.end; j += 2 * AMX_ROWS) {
+      int64_t key = key_begin + j, n = std::min(2 * AMX_ROWS, keys.end - j);
       float* to = in_place ? tile_row(rows, start_k) + j : scratch;
       int64_t stride = in_place ? BLOCK_K : 2 * AMX_ROWS;
       auto dots = [&](auto tiles) {
@@ -187,11 +190,11 @@ inline KeyRange RowBlock<Phi>::fully_seen(int64_t r, KeyRange range) const {
 // and maxima [MR] are those of the strip's rows, lane-wise.
 template <typename Phi>
 template <bool KEEP_SCORES>
-inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange seen, vfloat* phi_sums, vfloat* maxima) {
+inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange range, vfloat* phi_sums, vfloat* maxima) {
   vfloat phi_sum[MR], running_max[MR];
   unroll<MR>([&](int i) { phi_sum[i] = phi_sums[i], running_max[i] = maxima[i]; });
   float* row = tile_row(r, start_k);
-  for (int64_t j = seen.begin; j < seen.end; j += W) {
+  for (int64_t j = range.begin; j < range.end; j += W) {
     vfloat x[MR];
     if (amx) {
       vfloat factors = load(key_data->key_factor + key_begin + j);
@@ -227,13 +230,13 @@ inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange rang
     if (key_data->packed && key_data->any_nonfinite_key)
       s = widen(key_data->key_nonfinite + key_begin + j) != 0 ? nan : s;
     vint key = lane_index() + int32_t(key_begin + j);
-    vint seen = (key >= int32_t(window_begin[r])) & (key < int32_t(window_end[r]));
-    if (masks_given) seen &= widen(visible + r * row_stride + j) != 0;
-    s = seen ? s : splat(-INF);
+    vint row_sees = (key >= int32_t(window_begin[r])) & (key < int32_t(window_end[r]));
+    if (masks_given) row_sees &= widen(visible + r * row_stride + j) != 0;
+    s = row_sees ? s : splat(-INF);
     running_max = max(s, running_max);
     vfloat x = s;
     if constexpr (!KEEP_SCORES) {
-      x = seen ? Phi::to_stored(s) : splat(Phi::stored_masked);
+      x = row_sees ? Phi::to_stored(s) : splat(Phi::stored_masked);
       phi_sum += Phi::value(x);
     }
     store(row + j, x);
@@ -263,17 +266,17 @@ inline void RowBlock<Phi>::exponentiate_row(int64_t r) {
   vfloat phi_sum = vfloat{};
   int64_t tiles = 0;
   each_tile([&](int64_t start_k) {
-    KeyRange seen = strip_range(r, start_k);
+    KeyRange strip_keys = strip_range(r, start_k);
     float* row = tile_row(r, start_k);
-    int64_t j = seen.begin;
-    for (; j + 4 * W <= seen.end; j += 4 * W) {
+    int64_t j = strip_keys.begin;
+    for (; j + 4 * W <= strip_keys.end; j += 4 * W) {
       vfloat x[4];
       unroll<4>([&](int i) { x[i] = load(row + j + i * W) - shift; });
       exp_negative(x);
       unroll<4>([&](int i) { store(row + j + i * W, x[i]); });
       phi_sum += (x[0] + x[1]) + (x[2] + x[3]);
     }
-    for (; j < seen.end; j += W) {
+    for (; j < strip_keys.end; j += W) {
       vfloat x = exp_negative(load(row + j) - shift);
       store(row + j, x);
       phi_sum += x;

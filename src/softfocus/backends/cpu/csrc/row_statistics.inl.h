@@ -10,6 +10,7 @@ namespace softfocus {
 // weights. Where e^(s - m) is to be stored, converts the scores.
 template <typename Phi>
 inline void RowBlock<Phi>::finish_row(int64_t r) {
+  // The values of a row that returns early below
   exp_tail[r] = false;
   threshold_on[r] = peak[r] = threshold[r] = live_threshold[r] = weight_scale[r] = 0.0f;
   power[r] = inverse_spread[r] = 1.0f;  // with threshold 0 the row keeps its l1 weights
@@ -41,8 +42,7 @@ inline void RowBlock<Phi>::finish_row(int64_t r) {
   if (params.reweighted) set_reweighting(r);
 }
 
-// Threshold, spread and power of a row. A tied row, and a row that sees a NaN, keeps threshold 0
-// and p = 1.
+// Threshold, spread and power of a row. A tied row and a non-finite row keep threshold 0 and p = 1.
 template <typename Phi>
 inline void RowBlock<Phi>::set_reweighting(int64_t r) {
   if (!std::isfinite(norm[r])) {
@@ -61,15 +61,15 @@ inline void RowBlock<Phi>::set_reweighting(int64_t r) {
   threshold[r] = threshold_on[r] * mean;
   inverse_spread[r] = 1.0f / (largest_phi - threshold[r]);
   power[r] = params.head_power ? params.head_power[query_head] : float(params.power);
-  // The gradients contain p u^(p-1). For a key at or below live_threshold that term is at most
-  // eps/2, and for all N such keys together it is at most p^2 eps/2. Rounding u by eps/2 changes
-  // the term by about p^2 eps/2 at u = 1. The omitted terms are no larger than that. LASER: a small
+  // The gradients contain p u^(p-1). For a key at or below live_threshold p u^(p-1) is at most
+  // eps/2, and its sum over all N such keys is at most p^2 eps/2. Rounding u by eps/2 changes
+  // p u^(p-1) by about p^2 eps/2 at u = 1. What is left out is no larger than that. LASER: a small
   // weight may multiply a large e^(V - M), so every key with u > 0 is live.
   float p = power[r];
   if (p > 1.0f && !params.laser) {
-    // The largest u^(p-1) that is dropped
-    float largest_term = 0.5f * std::numeric_limits<float>::epsilon() / (p * std::max(count[r] / (p * p), 1.0f));
-    live_threshold[r] = std::pow(largest_term, 1.0f / (p - 1.0f));
+    // The largest u^(p-1) that is left out
+    float limit_u_pm1 = 0.5f * std::numeric_limits<float>::epsilon() / (p * std::max(count[r] / (p * p), 1.0f));
+    live_threshold[r] = std::pow(limit_u_pm1, 1.0f / (p - 1.0f));
   }
 }
 
@@ -79,9 +79,9 @@ inline float RowBlock<Phi>::largest_kept_u(int64_t r) const {
   vfloat largest = vfloat{};
   with_row_phi(r, [&](auto phi) {
     each_tile([&](int64_t start_k) {
-      KeyRange seen = strip_range(r, start_k);
+      KeyRange strip_keys = strip_range(r, start_k);
       const float* row = tile_row(r, start_k);
-      for (int64_t j = seen.begin; j < seen.end; j += W)
+      for (int64_t j = strip_keys.begin; j < strip_keys.end; j += W)
         largest = max(dropout.dropped(r, j) ? vfloat{} : phi.value(load(row + j)), largest);
     });
   });

@@ -49,8 +49,8 @@ inline vhalf to_float16(vfloat x) {
 }
 
 // How many dtypes there are. The backend raises a RuntimeError unless this is the length of
-// CARRIES.dtypes (__init__.py), and so sends no other number. The functions below rely on that:
-// they take a number that is neither FLOAT32 nor BFLOAT16 for FLOAT16. An error path in them would
+// CARRIES.dtypes (__init__.py). The kernels therefore get no other number. The functions below rely
+// on that: to them every number but FLOAT32 and BFLOAT16 is FLOAT16. An error path in them would
 // change what the compiler inlines into hot loops. A new Dtype needs a case here (-Werror=switch)
 // and a branch in read_element(), read_row(), write_row() and with_element().
 constexpr int64_t count_dtypes() {

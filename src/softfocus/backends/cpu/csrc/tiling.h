@@ -24,8 +24,9 @@ constexpr int64_t BLOCK_Q = 128;
 // Keys of a tile. 128 keys of 64 floats fill a first-level cache of 32 KiB. 64 and 256 keys were as
 // fast.
 constexpr int64_t BLOCK_K = 128;
-// Floats from one row of a scratch tile to the next. With a power of two all rows would map to the
-// same few cache sets.
+// Floats from one row of a scratch tile to the next. The backward also reads such a tile by columns
+// (transposed_product()). With a power of two a column would map to a few cache sets. Stored scores
+// may have one (RowBlock::tile_row()): they are read by rows only, at most MR at a time.
 constexpr int64_t TILE_STRIDE = BLOCK_K + W;
 // Calls of at most this many queries do not pack the keys. Their rows fit one strip, so that each
 // query head reads every key once. One query was measured; the limit itself was not.

@@ -33,7 +33,7 @@ constexpr int PANEL_VECTORS = 2;  // 4 x 2 of the 16 registers
 // Indexing the elements of a vector is slow: only code off the hot path does it.
 typedef float vfloat __attribute__((vector_size(W * 4)));
 typedef int32_t vint __attribute__((vector_size(W * 4)));
-typedef uint32_t vuint __attribute__((vector_size(W * 4)));  // may wrap around; vint may not
+typedef uint32_t vuint __attribute__((vector_size(W * 4)));  // overflow is defined, unlike vint's
 // Mask bytes, or key indices within a tile
 typedef uint8_t vbyte __attribute__((vector_size(W)));
 typedef uint16_t vhalf __attribute__((vector_size(W * 2)));  // the bits of bfloat16 or float16
@@ -140,9 +140,10 @@ inline bool any(vint x) {
 #endif
 }
 
-// Lane i of the result is reduce_sum(x[i]); x is overwritten. Each step folds x[i] and x[i + s]
-// into one vector. Lanes whose index has bit s clear keep sums of x[i]; the other lanes keep sums
-// of x[i + s]. That takes W - 1 additions instead of W log2(W).
+// Lane i of the result is reduce_sum(x[i]); x is overwritten. A step replaces x[i] and x[i + s],
+// for each i < s, by one vector of partial sums: those of x[i] in the lanes where (lane & s) is 0,
+// those of x[i + s] in the others. That takes W - 1 vector additions; W calls of reduce_sum() take
+// W log2(W).
 __attribute__((always_inline)) inline vfloat reduce_each(vfloat (&x)[W]) {
 #pragma GCC unroll 4
   for (int s = W / 2; s; s /= 2)

@@ -73,8 +73,7 @@ class BlockVisibility {
   // Elements between rows of `visible`, and of other arrays over all keys
   int64_t row_stride = 0;
   int64_t max_rows = 0;  // the most rows of a block; a multiple of MR
-  // The largest row_stride of a block: whole tiles, and W more. The backward's lists of live keys
-  // have as much room per row: gather_live() writes up to W elements past the end of a list.
+  // The largest row_stride of a block: whole tiles, and W more
   int64_t max_row_stride = 0;
   int64_t window_begin[BLOCK_Q], window_end[BLOCK_Q];  // the keys that the window lets each row see
   float count[BLOCK_Q];                                // N_i
@@ -171,9 +170,9 @@ class BlockVisibility {
     std::memset(row, 0, begin);
     read_masks(params, batch_index, query_head, start_q + r, window_begin[r], window_end[r], row + begin);
     std::memset(row + end, 0, row_stride - end);
-    int64_t seen = 0;
-    for (int64_t j = begin; j < end; ++j) seen += row[j];
-    count[r] = float(seen);
+    int64_t n_seen = 0;
+    for (int64_t j = begin; j < end; ++j) n_seen += row[j];
+    count[r] = float(n_seen);
   }
 
   void set_strips() {
@@ -194,10 +193,10 @@ class BlockVisibility {
         const uint8_t* row = visible + r * row_stride + start_k;
         int64_t begin = std::clamp<int64_t>(window_begin[r] - key_begin - start_k, 0, BLOCK_K),
                 end = std::clamp<int64_t>(window_end[r] - key_begin - start_k, 0, BLOCK_K);
-        int64_t seen = 0;
-        for (int64_t j = begin; j < end; ++j) seen += row[j];
-        any |= seen > 0;
-        all &= seen == end - begin;
+        int64_t n_seen = 0;
+        for (int64_t j = begin; j < end; ++j) n_seen += row[j];
+        any |= n_seen > 0;
+        all &= n_seen == end - begin;
       }
       tile_masks[start_k / BLOCK_K] = any ? (all ? FULL : PARTIAL) : EMPTY;
     }
