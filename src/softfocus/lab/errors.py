@@ -57,7 +57,8 @@ def first_line(error: BaseException) -> str:
 def first_mistake(error: ValidationError) -> str:
     """The first thing that pydantic found wrong, in one line: "train.steps: Field required"."""
     first = error.errors()[0]
-    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+    message = first["msg"].removeprefix("Value error, ")
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), message)))
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str, prefix: str = "") -> str:

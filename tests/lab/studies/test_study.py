@@ -134,7 +134,7 @@ def test_rows_and_seeds(two_rows: Path, tiny: Path) -> None:
 def test_what_is_common_to_all_rows(tmp_path: Path) -> None:
     """A row's own keys come first; the seed is the study's."""
     (tmp_path / "common.toml").write_text(
-        'title = "Common"\nbase = "demo"\nseeds = [3]\n[common]\ntrain.steps = 7\ntrain.warmup = 1\ntrain.seed = 9\n'
+        'title = "Common"\nbase = "demo"\nseeds = [3]\n[common]\ntrain.steps = 7\ntrain.warmup = 1\n'
         "[rows.a]\ntrain.batch = 4\n[rows.b]\ntrain.steps = 5\n"
     )
     a, b = study.recipes(*study.load(str(tmp_path / "common.toml")))
@@ -460,6 +460,11 @@ def test_a_folder_takes_one_study_at_a_time(tmp_path: Path) -> None:
             'title = "x"\n[rows.a]\nmodel.mechanims = "lssar"',
             "a-s0 has no key 'model.mechanims'; did you mean 'model.mechanism'",
         ),
+        ('title = "x"\n[rows.a]\nbase = 3', "rows.a.base is 3, and must be the name of a recipe"),
+        ('title = "x"\n[rows.a]\nname = "b"', "rows.a.name: a run has the name of its row and its seed"),
+        ('title = "x"\n[rows.a]\ntrain.seed = 5', "rows.a.train.seed: every row is trained with the study's seeds"),
+        ('title = "x"\n[common]\ntrain.seed = 5\n[rows.a]', "common.train.seed: every row is trained with the"),
+        ('title = "x"\n[rows.a]\ntrain = 3', "rows.a.train is 3, and must be a table"),
         ('title = "x"\n[rows.a]\nbase = "dem"', "there is no recipe 'dem'; did you mean 'demo'"),
         (
             'title = "x"\n[rows.a]\n[rows.b]\nbase = "mqar"',

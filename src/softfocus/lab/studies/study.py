@@ -7,9 +7,9 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from rich.console import Console
 
 from softfocus.lab.errors import LabError, UsageError, did_you_mean, first_mistake
@@ -47,6 +47,23 @@ class Study(Table):
     seeds: list[int] = Field(default=[0], min_length=1)
     common: dict[str, Any] = Field(default={}, description="keys of the recipe that every row changes")
     rows: dict[str, dict[str, Any]] = Field(min_length=1, description="name -> keys of the recipe that it changes")
+
+    @model_validator(mode="after")
+    def _nothing_is_dropped(self) -> Self:
+        """What the name and the seed of a run, or the base's tables, would silently replace."""
+        tables = {"common": self.common} | {f"rows.{name}": row for name, row in self.rows.items()}
+        for where, keys in tables.items():
+            train = keys.get("train")
+            if not isinstance(keys.get("base", ""), str):
+                raise ValueError(f"{where}.base is {keys['base']!r}, and must be the name of a recipe")
+            if "name" in keys:
+                raise ValueError(f"{where}.name: a run has the name of its row and its seed")
+            if isinstance(train, dict) and "seed" in train:
+                raise ValueError(f"{where}.train.seed: every row is trained with the study's seeds")
+            for table in ("model", "data", "train", "evaluate"):
+                if table in keys and not isinstance(keys[table], dict):
+                    raise ValueError(f"{where}.{table} is {keys[table]!r}, and must be a table")
+        return self
 
 
 @dataclass(frozen=True)
