@@ -32,6 +32,7 @@ from .committed import (
 )
 from .tables import COLUMNS, said, shown, shown_losses, table, tables_of
 from .test_global_heads_small import TABLES as SMALL
+from .test_starts import TABLES as STARTS
 
 PAGE = (ROOT / "docs/global-heads.md").read_text()
 TEXT, SHOWN = " ".join(PAGE.split()), tables_of(PAGE)
@@ -275,7 +276,7 @@ def longer_texts() -> str:
     return table(["a training step reads", "bytes", "seeds", *LONG], rows)
 
 
-TABLES = SMALL | {
+TABLES = SMALL | STARTS | {
     "bpe_longer": bpe_longer, "around": around, "longer_texts": longer_texts,
     "losses": losses, "far_keys": far_keys, "recalled": recalled, "other_sizes": other_sizes, "rounding": rounding,
 }  # fmt: skip
