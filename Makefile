@@ -27,7 +27,7 @@ bench: setup  ## time attention on the CPU beside torch's own, with parity check
 	$(BIN)/softfocus bench --device cpu
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
-test: setup  ## all tests but those marked long or slow (some six minutes on two cores)
+test: setup  ## all tests but those marked long or slow (some four minutes on two cores)
 	$(PYTEST) --dist loadfile -m "not long and not slow and not soak"
 
 test-long: setup  ## the tests that `make test` leaves out because each takes over 1.5 seconds; CI runs them (some six minutes)

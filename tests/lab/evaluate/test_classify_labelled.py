@@ -59,6 +59,14 @@ def test_labels_of_any_kind_have_names(tmp_path: Path) -> None:
         assert bytes(found.training.inputs[0]).decode() == "a\u2028b"
 
 
+def test_a_byte_order_mark_and_half_a_character_are_read(tmp_path: Path) -> None:
+    lines = ['{"a": "x\\ud800y", "label": "\\ud800"}', '{"a": "z", "label": "b"}']
+    folder = written(tmp_path, ["\ufeff" + lines[0], lines[1]], lines)
+    found = labelled.read(folder, load_tokenizer("bytes"), 64)
+    assert found.labels == ("?", "b")
+    assert bytes(found.training.inputs[0]).decode() == "x?y"
+
+
 def test_a_batch_is_padded_on_the_right() -> None:
     batch = labelled.padded([{"input_ids": [5, 6], "labels": 1}, {"input_ids": [7, 8, 9], "labels": 0}], end=3)
     assert batch["input_ids"].tolist() == [[5, 6, 3], [7, 8, 9]]
@@ -91,6 +99,7 @@ def test_a_batch_is_padded_on_the_right() -> None:
             "line 1: there is no text in a",
         ),
         ([], [LINE], r"train\.jsonl has no line"),
+        (["[" * 100_000], [LINE], r"train\.jsonl, line 1: it is nested too deeply"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, train: list[Any], held_out: list[Any], says: str) -> None:
@@ -142,6 +151,16 @@ def test_labels_that_can_be_learned_are_learned(trained: Path, tmp_path: Path, m
     assert load_measured(folder, Labelled).rows == [row, second]
     again = classify_labelled(folder, data, epochs=1)
     assert load_measured(folder, Labelled).rows == [second, again], "a data set has one row"
+
+
+def test_a_damaged_file_of_results_is_refused_before_anything_is_trained(trained: Path, tmp_path: Path) -> None:
+    """Its rows would be lost."""
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    (folder / "labelled.json").write_text('{"rows": [')
+    with pytest.raises(LabError, match=r"labelled\.json"):
+        classify_labelled(folder, written(tmp_path / "data", [LINE, OTHER], [LINE]))
+    assert (folder / "labelled.json").read_text() == '{"rows": ['
 
 
 def test_padding_changes_no_answer(trained: Path) -> None:

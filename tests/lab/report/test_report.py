@@ -234,6 +234,18 @@ class TestFinding:
         )
         assert [one.verdict for one in found.differences] == ["lower"]
 
+    def test_the_price_at_1x_is_that_of_the_model_as_it_was_trained(self, fabricate):
+        """Run with another mechanism it is another model, whatever its loss."""
+        entry = fabricate("lssar", [1.5])
+        (lower, *_rest) = fabricate("lssar", [1.1]).evaluation.rows
+        other = lower.model_copy(update={"setting": lower.setting.model_copy(update={"mechanism": "softmax"})})
+        rows = [*entry.evaluation.rows, other]
+        entry = entry.model_copy(update={"evaluation": entry.evaluation.model_copy(update={"rows": rows})})
+        found = build([fabricate("softmax", [1.4]), entry]).finding
+        assert found.sentence.startswith(
+            "At 1x (128 tokens) Softmax has a loss of 1.400; LSSAR is 0.100 ± 0.000 higher."
+        )
+
     def test_without_softmax_all_are_held_against_the_lowest(self, fabricate):
         found = build([fabricate("lssa", [1.4]), fabricate("lssar", [1.3])]).finding
         assert found.sentence.startswith(

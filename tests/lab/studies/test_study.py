@@ -189,6 +189,17 @@ def test_a_row_that_diverged_stands_in_the_results(two_rows: Path, tmp_path: Pat
     assert f"{second.name} is missing: the loss became nan" in made.notes
 
 
+def test_a_study_whose_runs_all_diverged_says_so(two_rows: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    plan = study.recipes(*study.load(str(two_rows)), seeds=[3])
+    for recipe in plan:
+        finish(recipe, out)
+        info = load_run(out / recipe.name)
+        save_run(out / recipe.name, info.model_copy(update={"status": "diverged", "error": "the loss became nan"}))
+    with pytest.raises(LabError, match=f"every run diverged, .*: {plan[0].name}: the loss became nan; {plan[1].name}"):
+        run_study(str(two_rows), out, jobs=1, seeds=[3], console=console())
+
+
 def test_two_runs_of_one_name_are_refused(tiny: Path, tmp_path: Path) -> None:
     """They would be made in one folder, and one of them would stand for both."""
     text = f'title = "Twice"\nbase = "{tiny}"\nseeds = [1, 1]\n[rows.a]\n'

@@ -134,7 +134,7 @@ def _lines(file: Path) -> list[_Line]:
     found = []
     try:
         # Not splitlines: a JSON string may hold U+2028, which splits lines for Python alone
-        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+        for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):
             place = f"{file}, line {number}"
             if line.strip():
                 values = json.loads(line)
@@ -143,6 +143,8 @@ def _lines(file: Path) -> list[_Line]:
                 found.append(_Line(place, values))
     except json.JSONDecodeError as error:
         raise LabError(f"{place}: it is not JSON: {error.msg}", _REMEDY) from None
+    except RecursionError:
+        raise LabError(f"{place}: it is nested too deeply", _REMEDY) from None
     except (OSError, UnicodeDecodeError) as error:
         raise LabError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}", _REMEDY) from None
     if not found:
@@ -162,11 +164,16 @@ def _text(line: _Line, fields: Sequence[str]) -> str:
             raise LabError(what, "name fields that every line has, with --fields")
     if not fields:
         raise LabError(f"{line.place}: no field holds text", _REMEDY)
-    return "\n".join(line.values[field] for field in fields)
+    return _whole("\n".join(line.values[field] for field in fields))
 
 
 def _label(line: _Line) -> str:
     value = line.values.get(LABEL)
     if not isinstance(value, str | int):
         raise LabError(f"{line.place}: the field '{LABEL}' is {value!r}", "a label is text, a whole number or a bool")
-    return value if isinstance(value, str) else json.dumps(value)
+    return _whole(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _whole(text: str) -> str:
+    """JSON can spell half a surrogate pair, which no encoding of Unicode holds."""
+    return text.encode("utf-8", "replace").decode()

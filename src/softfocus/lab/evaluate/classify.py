@@ -5,7 +5,6 @@ where another one ends. Accuracy on examples that are held out.
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.files import MODEL, RECIPE, load_measured, load_run, measures, save_measured
+from softfocus.lab.run_folder.files import LABELLED, MODEL, RECIPE, load_measured, load_run, measures, save_measured
 from softfocus.lab.run_folder.results import Classification, Labelled, LabelledRow, RunInfo
 
 LONGEST = 128
@@ -171,7 +170,8 @@ def classify_labelled(
 
     Raises:
         LabError: a run that is not finished or was trained on a task, an architecture that has no
-            classifier in Transformers, or files that `softfocus.lab.data.labelled.read` refuses.
+            classifier in Transformers, files that `softfocus.lab.data.labelled.read` refuses, or a
+            labelled.json that cannot be read.
     """
     models.quiet()
     info, recipe = load_run(folder), load(folder / RECIPE)
@@ -179,6 +179,7 @@ def classify_labelled(
     tokenizer = models.load_tokenizer(folder)
     end = end_of_document(tokenizer)
     found = labelled.read(source, tokenizer, info.train_length, fields)
+    earlier = load_measured(folder, Labelled).rows if (folder / LABELLED).exists() else []
     set_seed(info.seed)
     model = _classifier(folder, end, labels=len(found.labels))
     passes, batches = epochs or EPOCHS, partial(labelled.padded, end=end)
@@ -201,10 +202,8 @@ def classify_labelled(
         commonest=float((answers == commonest).mean()),
         answers=[found.labels[place] for place in predicted],
     )
-    earlier: list[LabelledRow] = []
-    with suppress(LabError):
-        earlier = [one for one in load_measured(folder, Labelled).rows if one.data != row.data]
-    save_measured(folder, Labelled(**info.named, rows=[*earlier, row]))
+    kept = [one for one in earlier if one.data != row.data]
+    save_measured(folder, Labelled(**info.named, rows=[*kept, row]))
     return row
 
 

@@ -64,9 +64,9 @@ class Finding(Record):
 def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
     """What was found, in a sentence for each length, with the numbers that they rest on.
 
-    Each group is shown with its best setting at that length. At the training length all are held
-    against Softmax, if one group is Softmax: that is the price of a mechanism. Elsewhere they are
-    held against the lowest loss.
+    At the training length groups are shown as trained, and held against Softmax, if one group is
+    Softmax: that is the price of a mechanism. Elsewhere each is shown with its best setting at that
+    length, and they are held against the lowest loss.
     """
     shared = shared_columns(groups, axis)
     if not shared:
@@ -85,7 +85,9 @@ def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
         sentences.append("The models read different text, so a difference may be that of the texts.")
     differences: list[Difference] = []
     for column in dict.fromkeys((first, shared[-1])):
-        cells = [there for group in groups if (there := best(group, column, axis)) is not None]
+        at_training_length = column == 1 and axis == "multiple"
+        found_cells = (_as_trained(group) if at_training_length else best(group, column, axis) for group in groups)
+        cells = [there for there in found_cells if there is not None]
         cells.sort(key=lambda there: there.loss if math.isfinite(there.loss) else math.inf)
         softmax = [there for there in cells if there.group.first.mechanism == "softmax"]
         priced = column == first and len(softmax) == 1 and math.isfinite(softmax[0].loss)
@@ -94,7 +96,7 @@ def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
         differences += found
         tokens = tokens_at(groups, column, axis)
         unit = f" ({tokens:,} tokens)" if tokens else " tokens" if axis == "tokens" else ""
-        chosen = ", each under its best setting," if len(cells) > 1 and (column != 1 or axis == "tokens") else ""
+        chosen = ", each under its best setting," if len(cells) > 1 and not at_training_length else ""
         where = f"At {column_name(column, axis)}{unit}{chosen}"
         sentences.append(_sentence(where, reference, found, column, price=priced))
     if len(groups) > 1 and axis == "multiple" and first == 1.0 < shared[-1] and (rises := _rises(groups, shared[-1])):
@@ -109,6 +111,11 @@ def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
     if any(not one.training_noise for one in differences):
         sentences.append("The noise of training is not known: that takes several seeds of each.")
     return Finding(sentence=" ".join(sentences), differences=differences)
+
+
+def _as_trained(group: Group) -> Cell | None:
+    """At the training length, where another mechanism or a shorter window is another model."""
+    return cell(group, 1.0, AS_TRAINED.name()) or best(group, 1.0)
 
 
 def _difference(one: Cell, reference: Cell, column: float) -> Difference:

@@ -183,6 +183,9 @@ def run_study(
         over = [job.folder for job in found if job.status in ("finished", "diverged")]
         result = compare(over, folder, title=study.title, remarks=missing_lines(found), console=console)
     refuse_failed(found)
+    if result is None:
+        lost = "; ".join(f"{job.label}: {job.error}" for job in found)
+        raise LabError(f"every run diverged, so that there is nothing to compare: {lost}", "look into their logs")
     return result
 
 
