@@ -325,6 +325,18 @@ def _ratio(part: str) -> float:
     return math.exp(statistics.mean(norms["laser_recorded"]) - statistics.mean(norms["softmax_recorded"]))
 
 
+def test_the_control_of_the_temperatures_is_the_measured_one():
+    found = claim("laser-temperature")
+    by = {row: found.group(row) for row in found.rows}
+    normalised, more = (
+        minus(by, *pair) for pair in (("llama_laser", "llama_qk_norm_laser"), ("llama_qk_norm_laser", "qwen3_laser"))
+    )
+    assert (normalised.sure, more.sure) == (False, True)
+    said = note("laser-temperature", "`llama_qk_norm_laser`")
+    assert f"its loss at the training length is {shown(normalised)} below LASER's, inconclusive, and" in said
+    assert f"{shown(more)} above that of LASER with temperatures." in said
+
+
 def test_laser_is_below_its_rival_at_each_rate_with_one_seed():
     rates = laser_rates()
     assert len(rates) == 7

@@ -104,14 +104,21 @@ def test_one_start_serves_both():
         best = by_seed("layouts", "Softmax", rival)
         values = dict(zip(sorted(ours), cell(on_text()["0.0625"]["ours"], *at).values, strict=True))
         assert all(values[seed] < best[seed] for seed in ours), "with each seed"
+    losses = (cell(on_text()["0.0625"]["ours"], *at).values for at in (HERE, FAR))
+    assert all(last < first for first, last in zip(*losses, strict=True)), "docs/evidence.md: flat, with each seed"
     longer = accuracies(recalled()["6", "-half-longer"])
     assert len(longer) == 8
+    learned = sum(one[64, False] > 0.97 for one in accuracies(recalled()["6", "-half"]))
+    assert learned == 6
+    assert "eight of eight do in 3,000 steps, and six of eight in 1,500." in TEXT
     filler = min(value for one in longer for (_, grown), value in one.items() if not grown)
     pairs = [one[1024, True] for one in longer]
     assert f"Among 16 times as many pairs it finds {min(pairs):.2f} to {max(pairs):.2f}." in TEXT
     least = f"{math.floor(1000 * filler) / 10:.1f} % of the keys"
     assert f"finds at least {least} among filler at every length, up to 64 times the training length" in TEXT
-    assert f"in 3,000 steps it finds {least} or more at up to 64 times the training length" in readme
+    more = [one[4096, True] for one in longer]
+    text = f"it finds {least} or more among filler at up to 64 times the training length, and"
+    assert f"{text} {min(more):.2f} to {max(more):.2f} among 64 times as many pairs." in readme
     assert f"On recall it finds at least {least} among filler at 64 times the length." in goal
 
 

@@ -289,8 +289,8 @@ def _with_sinks(
     length, window = query.shape[2], group.window
     assert window is not None
     if not causal or mask is not None or key.shape[2] != length:
-        # Transformers makes a mask while torch.compile traces a whole model, without padding, too
-        whole = "; under torch.compile, compile the layers one by one" if mask is not None else ""
+        whole = "; while torch.compile traces a whole model there is always a mask: compile the layers one by one"
+        whole = whole if mask is not None else ""
         raise ValueError(f"sinks: they are for causal attention without padding and without a KV cache{whole}")
     places = torch.arange(length, device=query.device)
     sink = places < group.sinks

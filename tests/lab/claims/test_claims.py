@@ -471,11 +471,8 @@ def test_the_ledger_names_verdicts_that_rest_on_added_seeds(made: Any) -> None:
     ]
     assert [standings["toy"] for _, standings in lines] == ["holds", "holds"]
     text = " ".join(page.ledger(lines, found).split())  # type: ignore[arg-type]
-    assert "At the scale `toy` 2 claims have more than 3 seeds." in text
-    assert (
-        "With the first 3 seeds alone 1 verdict would differ: [t](decided-later.md) (holds, inconclusive before)."
-        in text
-    )
+    assert "At the scale `toy` 2 claims had more than 3 seeds." in text
+    assert "With the first 3 alone 1 verdict would differ: [t](decided-later.md) (holds, inconclusive before)." in text
 
 
 def test_a_page_of_runs_that_all_failed(made: Any) -> None:

@@ -17,8 +17,10 @@ from softfocus.lab.data.tokenizer import load_tokenizer
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate import classify as room
 from softfocus.lab.evaluate.classify import classify_labelled
+from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.files import load_measured
 from softfocus.lab.run_folder.results import Labelled
+from softfocus.lab.train.run import train
 
 LINE = {"premise": "It rains.", "hypothesis": "It is wet.", "label": "entailment", "idx": 0}
 OTHER = {"premise": "It is dry.", "hypothesis": "It rains.", "label": "contradiction", "idx": 1}
@@ -50,8 +52,13 @@ def test_fields_are_chosen_and_the_last_tokens_of_a_long_example_stay(tmp_path: 
     assert found.cut == 3
 
 
+def test_the_label_is_no_field(tmp_path: Path) -> None:
+    with pytest.raises(LabError, match="--fields: 'label' is the answer"):
+        labelled.read(written(tmp_path, [LINE, OTHER], [LINE]), load_tokenizer("bytes"), 64, ["premise", "label"])
+
+
 def test_labels_of_any_kind_have_names(tmp_path: Path) -> None:
-    """BoolQ's are bools, WSC's and COPA's are numbers."""
+    """BoolQ's and WiC's are bools, COPA's are numbers."""
     for values, names in (((True, False), ("false", "true")), ((0, 1), ("0", "1"))):
         lines = [{"passage": "a\u2028b", "label": value} for value in values]
         found = labelled.read(written(tmp_path, lines, lines), load_tokenizer("bytes"), 64)
@@ -99,6 +106,7 @@ def test_a_batch_is_padded_on_the_right() -> None:
             "line 1: there is no text in a",
         ),
         ([], [LINE], r"train\.jsonl has no line"),
+        (['{"a": ' + "1" * 5000 + "}"], [LINE], r"train\.jsonl, line 1: it cannot be read"),
         (["[" * 100_000], [LINE], r"train\.jsonl, line 1: it is nested too deeply"),
     ],
 )
@@ -161,6 +169,13 @@ def test_a_damaged_file_of_results_is_refused_before_anything_is_trained(trained
     with pytest.raises(LabError, match=r"labelled\.json"):
         classify_labelled(folder, written(tmp_path / "data", [LINE, OTHER], [LINE]))
     assert (folder / "labelled.json").read_text() == '{"rows": ['
+
+
+def test_sinks_are_refused_before_anything_is_trained(tiny: Path, tmp_path: Path) -> None:
+    """They take no padding, and batches are padded."""
+    train(load(tiny, ["model.layout={ '*' = { window = 16, sinks = 2 } }", "train.steps=4"]), tmp_path / "run")
+    with pytest.raises(LabError, match="has sinks, which take no padding; classify a run without sinks"):
+        classify_labelled(tmp_path / "run", written(tmp_path / "data", [LINE, OTHER], [LINE]))
 
 
 def test_padding_changes_no_answer(trained: Path) -> None:

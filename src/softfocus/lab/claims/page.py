@@ -31,7 +31,7 @@ all the same.
 """
 
 ABSENT: dict[Scale, str] = {
-    "small": "it takes a GPU for some ten minutes a training, and GPUs were at hand for fifteen minutes at a time",
+    "small": "it takes a GPU",
 }
 """Why a claim was not run at a scale."""
 
@@ -132,8 +132,8 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[
     head = (
         f"{len(lines)} claims, {len(exact)} of them decided by tests that train nothing. A claim holds if all its "
         "statements hold, and fails if one of them fails. A statement about losses holds or fails where the difference "
-        "is significant at the 5 % level by Student's t. Where it makes several comparisons, Holm's correction decides "
-        "whether one of them fails. Otherwise it is inconclusive. "
+        "is significant at the 5 % level by Student's t, and is inconclusive otherwise. Where it makes several "
+        "comparisons, Holm's correction decides whether one of them fails. "
         f"With fewer than {SEEDS} seeds there is no verdict. "
         "A verdict at the scales `toy` and `small` is about models of that size, and not about the paper's. "
         "Noise alone decides up to one statement in twenty. Statements that share a row err together. "
@@ -189,16 +189,9 @@ def _looked_again(
             changed.append(f"[{claim.title}]({claim.name}.md) ({standings[scale]}, {before} before)")
     if not more:
         return ""
-    text = (
-        f"At the scale `{scale}` {len(more)} claims have more than {SEEDS} seeds. In most of them seeds were added "
-        f"because {SEEDS} had been inconclusive. Looking twice makes it likelier that noise decides. "
-    )
-    names = "; ".join(changed)
-    return text + (
-        f"With the first {SEEDS} seeds alone {_count(len(changed), 'verdict')} would differ: {names}."
-        if changed
-        else ""
-    )
+    text = f"At the scale `{scale}` {_count(len(more), 'claim')} had more than {SEEDS} seeds. "
+    rest = f"With the first {SEEDS} alone {_count(len(changed), 'verdict')} would differ: {'; '.join(changed)}. "
+    return text + (rest if changed else "") + "Where seeds were added after a first look, noise decides more often."
 
 
 def _shared(

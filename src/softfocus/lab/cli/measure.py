@@ -253,7 +253,9 @@ def classify(
     ] = None,
     fields: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help="Of --data: premise,hypothesis; all that hold text if left out."),
+        typer.Option(
+            metavar="LIST", help="Of --data: passage,question, the last kept whole; all that hold text if left out."
+        ),
     ] = None,
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Of --data: passes over train.jsonl; 3 if left out.")

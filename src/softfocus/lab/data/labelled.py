@@ -78,6 +78,8 @@ def read(folder: Path, tokenizer: Any, longest: int, fields: Sequence[str] = ())
         LabError: a file that is missing, empty, or not JSONL; a line that lacks a field or its
             label, or that holds no text; fewer than two labels; a label that is only held out.
     """
+    if LABEL in fields:
+        raise LabError(f"--fields: '{LABEL}' is the answer", "name the fields that an example is made of")
     training, held_out = (_lines(_file(folder, names)) for names in ((TRAINING,), HELD_OUT))
     wanted = tuple(fields) or _text_fields(training[0].values)
     names = tuple(sorted({_label(line) for line in training}))
@@ -145,8 +147,12 @@ def _lines(file: Path) -> list[_Line]:
         raise LabError(f"{place}: it is not JSON: {error.msg}", _REMEDY) from None
     except RecursionError:
         raise LabError(f"{place}: it is nested too deeply", _REMEDY) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise LabError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}", _REMEDY) from None
+    except UnicodeDecodeError as error:
+        raise LabError(f"cannot read {file}: {error}", _REMEDY) from None
+    except ValueError as error:  # a whole number of thousands of digits
+        raise LabError(f"{place}: it cannot be read: {error}", _REMEDY) from None
+    except OSError as error:
+        raise LabError(f"cannot read {file}: {error.strerror}", _REMEDY) from None
     if not found:
         raise LabError(f"{file} has no line", _REMEDY)
     return found

@@ -22,6 +22,7 @@ from transformers import (
     set_seed,
 )
 
+from softfocus.hf.config import layout_of
 from softfocus.lab import model as models
 from softfocus.lab.data import labelled
 from softfocus.lab.data import of_recipe as data
@@ -170,14 +171,15 @@ def classify_labelled(
 
     Raises:
         LabError: a run that is not finished or was trained on a task, an architecture that has no
-            classifier in Transformers, files that `softfocus.lab.data.labelled.read` refuses, or a
-            labelled.json that cannot be read.
+            classifier in Transformers, a layout with sinks, files that
+            `softfocus.lab.data.labelled.read` refuses, or a labelled.json that cannot be read.
     """
     models.quiet()
     info, recipe = load_run(folder), load(folder / RECIPE)
     data.refuse_without_text(recipe)
     tokenizer = models.load_tokenizer(folder)
     end = end_of_document(tokenizer)
+    _refuse_sinks(folder)
     found = labelled.read(source, tokenizer, info.train_length, fields)
     earlier = load_measured(folder, Labelled).rows if (folder / LABELLED).exists() else []
     set_seed(info.seed)
@@ -205,6 +207,12 @@ def classify_labelled(
     kept = [one for one in earlier if one.data != row.data]
     save_measured(folder, Labelled(**info.named, rows=[*kept, row]))
     return row
+
+
+def _refuse_sinks(folder: Path) -> None:
+    layout = layout_of(models.load_config(folder))
+    if layout is not None and any(group.sinks for kind in layout.kinds for group in kind):
+        raise LabError(f"the layout of {folder} has sinks, which take no padding", "classify a run without sinks")
 
 
 def _classifier(folder: Path, end: int, labels: int) -> Any:

@@ -163,12 +163,12 @@ def run_study(
         console: where to draw; stdout by default.
 
     Returns:
-        The comparison of all that finished; None for an estimate, or where nothing did.
+        The comparison of all that finished; None for an estimate.
 
     Raises:
         UsageError: a row that the study has not.
         LabError: a study that cannot be read, a row that makes no recipe, a run that failed (after
-            the comparison of the others has been written), or Ctrl-C.
+            the comparison of the others has been written), runs that all diverged, or Ctrl-C.
     """
     console = console or Console()
     study, near = load(name_or_path)
