@@ -271,6 +271,7 @@ def classify(
     folder as classification.json, that of --data as labelled.json; the model stays as it is.
 
     Example: `softfocus classify runs/demo-laser`
+
     Example: `softfocus classify runs/demo-laser --data RTE --fields premise,hypothesis`
     """
     from softfocus.lab.evaluate.classify import classify, classify_labelled
