@@ -289,9 +289,10 @@ def _with_sinks(
     length, window = query.shape[2], group.window
     assert window is not None
     if not causal or mask is not None or key.shape[2] != length:
-        whole = "; while torch.compile traces a whole model there is always a mask: compile the layers one by one"
-        whole = whole if mask is not None else ""
-        raise ValueError(f"sinks: they are for causal attention without padding and without a KV cache{whole}")
+        raise ValueError(
+            "sinks: they are for causal attention without padding and without a KV cache. While torch.compile traces a "
+            "whole model there is always a mask: compile the layers one by one"
+        )
     places = torch.arange(length, device=query.device)
     sink = places < group.sinks
     # The cache that StreamingLLM keeps is `window` keys long, its sinks among them

@@ -9,8 +9,8 @@ from softfocus.hf.config import hook, layout_of
 from softfocus.layout import Layer, Layout
 
 _SLICING = {"doge"}
-"""Types of model whose attention takes the first columns of its mask itself, as many as there are
-keys. Those of a cache that has dropped keys are the last ones.
+"""Types of model whose attention takes as many columns of its mask as there are keys, from the
+first on. A cache that has dropped keys needs the last columns, so their caches keep every key.
 """
 
 

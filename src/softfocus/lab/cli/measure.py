@@ -285,7 +285,8 @@ def classify(
         with Display("steps", quiet=quiet) as display:
             row = classify_labelled(run, data, fields=chosen, epochs=epochs, progress=display)
         if not write_json(json, row):
-            right = f"{row.accuracy:.1%} ± {row.standard_error:.1%}"
+            error = f"± {row.standard_error:.1%}" if row.held_out > 1 else "(its error is unknown)"
+            right = f"{row.accuracy:.1%} {error}"
             said = f"{row.data}: {right} of {row.held_out:,} held-out examples are right after fine-tuning; "
             said += f"the commonest label of the training is right in {row.commonest:.1%}"
             if row.cut:

@@ -222,8 +222,12 @@ def _json_lines(path: Path, stream: io.BufferedReader, field: str) -> Iterator[s
         text = row[field]
         if text is not None and not isinstance(text, str):
             raise LabError(f"{path}, line {number}: the field '{field}' holds no text", _fields("text_field", row))
-        # JSON can spell half a surrogate pair, which no encoding of Unicode holds
-        yield text.encode("utf-8", "replace").decode() if text and b"\\ud" in line.lower() else text or ""
+        yield whole(text) if text and b"\\ud" in line.lower() else text or ""
+
+
+def whole(text: str) -> str:
+    """Text in which half a surrogate pair, which JSON can spell and no encoding holds, is "?"."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _parquet(path: Path, raw: io.BufferedReader, field: str) -> Iterator[str]:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from softfocus.lab.data.corpus import whole
 from softfocus.lab.data.tokenizer import Encoder
 from softfocus.lab.errors import LabError
 
@@ -170,16 +171,11 @@ def _text(line: _Line, fields: Sequence[str]) -> str:
             raise LabError(what, "name fields that every line has, with --fields")
     if not fields:
         raise LabError(f"{line.place}: no field holds text", _REMEDY)
-    return _whole("\n".join(line.values[field] for field in fields))
+    return whole("\n".join(line.values[field] for field in fields))
 
 
 def _label(line: _Line) -> str:
     value = line.values.get(LABEL)
     if not isinstance(value, str | int):
         raise LabError(f"{line.place}: the field '{LABEL}' is {value!r}", "a label is text, a whole number or a bool")
-    return _whole(value) if isinstance(value, str) else json.dumps(value)
-
-
-def _whole(text: str) -> str:
-    """JSON can spell half a surrogate pair, which no encoding of Unicode holds."""
-    return text.encode("utf-8", "replace").decode()
+    return whole(value) if isinstance(value, str) else json.dumps(value)

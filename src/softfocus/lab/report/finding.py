@@ -114,7 +114,9 @@ def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
 
 
 def _as_trained(group: Group) -> Cell | None:
-    """At the training length, where another mechanism or a shorter window is another model."""
+    """The loss at the training length. Another mechanism or a shorter window would price another
+    model.
+    """
     return cell(group, 1.0, AS_TRAINED.name()) or best(group, 1.0)
 
 
