@@ -207,7 +207,12 @@ def _pieces(path: Path, stream: io.BufferedReader) -> Iterator[str]:
         ) from error
 
 
-def _json_lines(path: Path, stream: io.BufferedReader, field: str) -> Iterator[str]:
+def json_objects(path: Path, stream: io.BufferedReader) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a JSONL file, each with the number of its line; blank lines are left out.
+
+    Raises:
+        LabError: a line that is not JSON, or not an object.
+    """
     for number, line in enumerate(stream, 1):
         if line.isspace():
             continue
@@ -217,12 +222,17 @@ def _json_lines(path: Path, stream: io.BufferedReader, field: str) -> Iterator[s
             raise LabError(f"{path}, line {number} is not JSON: {error}", "put one JSON object on each line") from None
         if not isinstance(row, dict):
             raise LabError(f"{path}, line {number} is not a JSON object", 'put one object {"text": ...} on each line')
+        yield number, row
+
+
+def _json_lines(path: Path, stream: io.BufferedReader, field: str) -> Iterator[str]:
+    for number, row in json_objects(path, stream):
         if field not in row:
             raise LabError(f"{path}, line {number} has no field '{field}'", _fields("text_field", row))
         text = row[field]
         if text is not None and not isinstance(text, str):
             raise LabError(f"{path}, line {number}: the field '{field}' holds no text", _fields("text_field", row))
-        yield whole(text) if text and b"\\ud" in line.lower() else text or ""
+        yield whole(text or "")
 
 
 def whole(text: str) -> str:

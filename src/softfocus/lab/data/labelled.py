@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from softfocus.lab.data.corpus import whole
+from softfocus.lab.data.corpus import json_objects, whole
 from softfocus.lab.data.tokenizer import Encoder
 from softfocus.lab.errors import LabError
 
@@ -134,24 +134,9 @@ class _Line:
 
 
 def _lines(file: Path) -> list[_Line]:
-    found = []
     try:
-        # Not splitlines: a JSON string may hold U+2028, which splits lines for Python alone
-        for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):
-            place = f"{file}, line {number}"
-            if line.strip():
-                values = json.loads(line)
-                if not isinstance(values, dict):
-                    raise LabError(f"{place}: it is not an object", _REMEDY)
-                found.append(_Line(place, values))
-    except json.JSONDecodeError as error:
-        raise LabError(f"{place}: it is not JSON: {error.msg}", _REMEDY) from None
-    except RecursionError:
-        raise LabError(f"{place}: it is nested too deeply", _REMEDY) from None
-    except UnicodeDecodeError as error:
-        raise LabError(f"cannot read {file}: {error}", _REMEDY) from None
-    except ValueError as error:  # a whole number of thousands of digits
-        raise LabError(f"{place}: it cannot be read: {error}", _REMEDY) from None
+        with file.open("rb") as stream:
+            found = [_Line(f"{file}, line {number}", values) for number, values in json_objects(file, stream)]
     except OSError as error:
         raise LabError(f"cannot read {file}: {error.strerror}", _REMEDY) from None
     if not found:
