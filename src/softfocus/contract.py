@@ -269,11 +269,11 @@ class Backend(Protocol):
     @property
     def backward(self) -> Callable[..., dict[str, Tensor]] | None:
         """Takes a call, grad_out and whether the bias needs a gradient, and, if there is
-        ``rows_kept``, what :meth:`forward` returned. Returns the gradients by name.
+        ``saved_vector_count``, what :meth:`forward` returned. Returns the gradients by name.
         """
 
     @property
-    def rows_kept(self) -> Callable[[Call], int] | None:
+    def saved_vector_count(self) -> Callable[[Call], int] | None:
         """Takes a call. Returns the number of row vectors that the backward needs from the forward,
         in addition to ``out``. The number includes the four of :class:`RowStatistics`.
         """

@@ -86,7 +86,8 @@ attend_backward = torch.ops.softfocus.attend_backward.default
 """The gradients of a call, in the order of ``contract.GRADIENTS``. A gradient is empty if its
 tensor is missing or if it is not needed.
 
-``out`` and ``rows`` are what ``attend`` returned if the backend has ``rows_kept``, else None.
+``out`` and ``rows`` are what ``attend`` returned if the backend has ``saved_vector_count``, else
+None.
 """
 
 
@@ -285,11 +286,11 @@ def _imported(backend: str) -> Backend:
     return cast(Backend, import_module(f"softfocus.backends.{backend}"))
 
 
-def rows_of(call: Call, backend: str) -> int:
+def saved_vectors_of(call: Call, backend: str) -> int:
     """The number of row vectors that a backend's backward needs from its forward, in addition to
     ``out``. 0 if it needs neither.
     """
-    kept = _load(backend).rows_kept
+    kept = _load(backend).saved_vector_count
     return kept(call) if kept else 0
 
 
@@ -297,7 +298,7 @@ def _empty(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """Empty tensors like those that ``attend`` returns. A call with a cache has no backward, and so
     it returns no row vectors.
     """
-    query, vectors = call.query, 0 if call.cache else rows_of(call, backend) or 4
+    query, vectors = call.query, 0 if call.cache else saved_vectors_of(call, backend) or 4
     out = query.new_empty(*query.shape[:3], call.value.size(-1))
     return out, query.new_empty(vectors, *query.shape[:3], dtype=compute_dtype(query.dtype))
 
@@ -329,7 +330,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.backend = inputs[-1]
     ctx.mark_non_differentiable(output[1])
     ctx.numbers = tuple(compress(inputs, _ARE_NUMBERS))
-    kept = output if _load(ctx.backend).rows_kept else (None, None)
+    kept = output if _load(ctx.backend).saved_vector_count else (None, None)
     ctx.save_for_backward(*compress(inputs, _ARE_TENSORS), *kept)
 
 

@@ -25,7 +25,7 @@ CARRIES = Carries(
     features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
 )  # fmt: skip
 ABOUT = "the dense formula: memory O(L^2), differentiable twice"
-refuses = runner = backward = rows_kept = None  # torch differentiates the formula
+refuses = runner = backward = saved_vector_count = None  # torch differentiates the formula
 
 
 def base_scale(mechanism: Mechanism, scale: float, count: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def _normalised(
         log_norm = norm.log()
     if mechanism.normaliser == "l1":
         empty = norm == 0
-        norm = torch.where(empty, 1.0, norm)
+        norm = torch.where(empty, 1.0, torch.where(norm == math.inf, math.nan, norm))  # not all weights 0
         weights = torch.where(empty, 0.0, f / norm)
         if not mechanism.laser:
             return weights, None, log_norm

@@ -106,7 +106,8 @@ def forward(
     norm = (f.abs() if mechanism.phi in SIGNED_PHI else f).sum(-1, keepdim=True)
     log_norm = norm.log() + shift
     empty = norm == 0
-    norm = norm.masked_fill(empty, 1.0)
+    # A sum that overflows would make all weights 0
+    norm = norm.masked_fill(empty, 1.0).masked_fill_(norm == math.inf, math.nan)
     # The weights are set below; without a normaliser and ``post`` they stay f
     rows = Rows(
         weights_before_post=f, weights=f, scores=scores, f=f, norm=norm, exp_tail=exp_tail, maximum=maximum,

@@ -48,7 +48,7 @@ def test_opcheck_forward_with_dropout():
 def test_opcheck_backward(backend):
     *leaves, _ = _op_arguments(requires_grad=False)
     out, rows = ops.attend(*leaves, backend)
-    kept = (out, rows) if ops.rows_of(unpack(leaves), backend) else (None, None)
+    kept = (out, rows) if ops.saved_vectors_of(unpack(leaves), backend) else (None, None)
     arguments = (torch.randn_like(out), *leaves, backend, True, *kept)
     torch.library.opcheck(ops.attend_backward, arguments)
 

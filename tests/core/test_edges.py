@@ -406,6 +406,23 @@ def test_a_visible_nan_is_seen_by_those_who_see_it_and_by_no_other(backend, dtyp
         assert torch.equal(out[~hit], clean[~hit])
 
 
+@pytest.mark.parametrize("power", [None, 3.0])
+@ways(("relu2_l1", "relu_l1"), dtypes=lambda name: (torch.float32,))
+def test_a_row_whose_phi_overflow_in_their_sum_is_nan(backend, dtype, name, power):
+    """Each phi is finite. Divided by an infinite sum all weights would be 0."""
+    length, first = 10, 4
+    largest = {"relu2_l1": 1e19, "relu_l1": 2e38}[name]
+    query = torch.ones(1, 1, length, 1, dtype=dtype, requires_grad=True)
+    key, value = normal(1, 1, length, 1, dtype=dtype).abs(), normal(1, 1, length, 1, seed=1, dtype=dtype) / 8
+    key[:, :, first:] = largest
+    mechanism = named(name) if power is None else sharpened(named(name), power)
+    out = attention(query, key, value, mechanism=mechanism, backend=backend, is_causal=True, scale=1.0)
+    overflows = torch.arange(length) >= first + {"relu2_l1": 3, "relu_l1": 1}[name]
+    assert torch.equal(out.isnan().flatten(), overflows)
+    (dq,) = torch.autograd.grad(out.sum(), query)
+    assert dq.flatten()[overflows].isnan().all()
+
+
 def _gradients(backend, name, query, key, value, grad_out, **arguments):
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     out = attention(*leaves, mechanism=name, backend=backend, **arguments)

@@ -263,7 +263,7 @@ def test_the_operators(quiet, name):
     )
     torch.library.opcheck(ops.attend, (*pack(watched), "triton"))
     out, rows = ops.attend(*pack(call), "triton")
-    assert rows.size(0) == ops.rows_of(call, "triton")
+    assert rows.size(0) == ops.saved_vectors_of(call, "triton")
     torch.library.opcheck(ops.attend_backward, (torch.randn_like(out), *pack(call), "triton", True, out, rows))
 
 

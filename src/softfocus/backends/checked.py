@@ -49,7 +49,7 @@ _verdicts: dict[Hashable, str | None] = {}
 """By (direction, kind): why the kernels are refused, or None if they agreed."""
 
 # Members of contract.Backend: those of the Triton backend
-ABOUT, CARRIES, refuses, rows_kept = triton.ABOUT, triton.CARRIES, triton.refuses, triton.rows_kept
+ABOUT, CARRIES, refuses, saved_vector_count = triton.ABOUT, triton.CARRIES, triton.refuses, triton.saved_vector_count
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     else:
         parts = [tiled.forward(_sequence(b, call)) for b in range(call.query.size(0))]
         out, statistics = (torch.cat(some, dim) for some, dim in zip(zip(*parts, strict=True), (0, 1), strict=True))
-    kept = statistics.new_zeros(rows_kept(call), *statistics.shape[1:])
+    kept = statistics.new_zeros(saved_vector_count(call), *statistics.shape[1:])
     kept[: len(statistics)] = statistics
     return out, kept
 

@@ -24,7 +24,7 @@ CARRIES = Carries(
 )  # fmt: skip
 ABOUT = "pure torch in blocks of rows: runs everywhere, memory O(L), slower than a fused kernel"
 # Members of contract.Backend that this backend does not need
-refuses = runner = rows_kept = None
+refuses = runner = saved_vector_count = None
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:

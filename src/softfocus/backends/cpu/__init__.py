@@ -17,11 +17,11 @@ from softfocus.backends.cpu.call import CARRIES, TENSOR_VIEW, broadcastable_view
 from softfocus.contract import Call
 from softfocus.pointwise import FUSED
 
-__all__ = ["ABOUT", "CARRIES", "backward", "build", "forward", "refuses", "rows_kept", "runner"]
+__all__ = ["ABOUT", "CARRIES", "backward", "build", "forward", "refuses", "runner", "saved_vector_count"]
 
 ABOUT = "fused C++ kernels, compiled for this machine at first use: memory O(L)"
 # Members of contract.Backend that this backend does not need
-rows_kept = None
+saved_vector_count = None
 
 
 def refuses(call: Call, to_run: bool) -> str | None:

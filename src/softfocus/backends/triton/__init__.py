@@ -124,7 +124,7 @@ f (``Phi.value``), sum u^p, LASER's marks, and the largest score in the score un
 """
 
 
-def rows_kept(call: Call) -> int:
+def saved_vector_count(call: Call) -> int:
     """The number of saved vectors that the forward returns: SAVED_VECTORS, then as many as the
     residual's memory takes. ``contract.Backend`` gives the name.
     """
@@ -186,7 +186,8 @@ def refuses(call: Call, to_run: bool) -> str | None:
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """out [B, H, Lq, Dv] and ``saved``, the saved vectors [n, B, H, Lq], n = ``rows_kept(call)``.
+    """out [B, H, Lq, Dv] and ``saved``, the saved vectors [n, B, H, Lq] with
+    n = ``saved_vector_count(call)``.
     The kernels read a cache in place.
     """
     from softfocus.backends.triton.call import Launcher

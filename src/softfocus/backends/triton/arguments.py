@@ -143,7 +143,7 @@ class Outputs(NamedTuple):
             ``weighting.rounding_step``. For LASER it is A e^V, and in marked rows the rounding
             error itself. Or None. It lies in the memory of ``saved``, after the first
             SAVED_VECTORS vectors.
-        saved: the saved vectors, float32 [n, B, H, Lq], n = ``rows_kept(call)``.
+        saved: the saved vectors, float32 [n, B, H, Lq], n = ``saved_vector_count(call)``.
         exact_heads: LASER's, int32 [B, H]: not 0 where the head has marked rows; or None.
         end: a constant; see the module's docstring.
     """

@@ -15,7 +15,7 @@ from softfocus.backends.triton import (
     bounded,
     exponential_dtype,
     residual_dtype,
-    rows_kept,
+    saved_vector_count,
     spans_too_much,
     takes_unit_vectors,
     tuning,
@@ -103,12 +103,12 @@ class Launcher:
                 self._compiled[key] = kernel[grid](*arguments, **options)  # None in the interpreter
 
     def forward(self, split: bool = True) -> tuple[Tensor, Tensor]:
-        """out [B, H, Lq, Dv] and the saved vectors [n, B, H, Lq], n = ``rows_kept(call)``.
+        """out [B, H, Lq, Dv] and the saved vectors [n, B, H, Lq], n = ``saved_vector_count(call)``.
         ``split``: whether the keys of a head may be split among programs.
         """
         query, value = self.call.query, self.call.value
         out = query.new_empty(*query.shape[:3], value.size(-1))
-        saved = query.new_empty(rows_kept(self.call), *query.shape[:3], dtype=torch.float32)
+        saved = query.new_empty(saved_vector_count(self.call), *query.shape[:3], dtype=torch.float32)
         exact_heads = query.new_zeros(query.shape[:2], dtype=torch.int32) if self.call.mechanism.laser else None
         outputs = self._outputs(out, saved, exact_heads)
         if not query.shape[:3].numel():

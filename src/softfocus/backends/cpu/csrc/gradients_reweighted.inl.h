@@ -72,6 +72,7 @@ inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors
            delta_i = power_sum == 0.0 ? 0.0 : row.u_p_grad.total() / power_sum;
     if (!has_exact[r]) single_key[r] = row.n_live == 1;  // else laser_backward() has set it
     precise_inverse_power_sum[r] = power_sum == 0.0 ? 1.0f : float(1.0 / power_sum);
+    if (!std::isfinite(block.norm[r])) precise_inverse_power_sum[r] = std::numeric_limits<float>::quiet_NaN();
     double exact_over_u = 0.0;  // sum_j X_j / u_j
     if (has_exact[r]) add_exact_terms(r, delta_i, exact_over_u);
     delta[r] = float(delta_i);

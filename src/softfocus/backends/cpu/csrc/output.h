@@ -177,7 +177,9 @@ class BlockOutput {
     float factor = 1.0f;
     inverse_power_sum[r] = 1.0f;
     zero_weights[r] = block.params.normaliser == L1 && block.log_norm[r] == -INF;
-    if (block.params.reweighted)
+    if (block.params.reweighted && !std::isfinite(block.norm[r]))
+      factor = std::numeric_limits<float>::quiet_NaN();  // u and its sum may be finite
+    else if (block.params.reweighted)
       factor = (inverse_power_sum[r] = power_sum == 0.0f ? 1.0f : 1.0f / power_sum) * block.dropout.keep_scale;
     else if (block.products_read_stored())
       factor = block.weight_scale[r];
