@@ -17,6 +17,8 @@ from softfocus.validation import mechanism_of
 
 REST = "*"
 """In a layout's keys: every layer that no other key chooses."""
+_LARGEST = 2**31 - 1
+"""Of heads and windows: torch's masks add positions to a window in 64 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +56,12 @@ class Heads:
     def __post_init__(self) -> None:
         algebra = mechanism_of(self.mechanism)
         object.__setattr__(self, "mechanism", algebra)
-        for name, least in (("heads", 1), ("window", 1)):
+        for name in ("heads", "window"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ValueError(f"{name}: got {value!r}, expected a whole number of at least {least}, or None")
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST
+            ):
+                raise ValueError(f"{name}: got {value!r}, expected a whole number from 1 to {_LARGEST}, or None")
         if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
             raise ValueError(f"sinks: got {self.sinks!r}, expected a whole number of at least 0")
         if self.sinks and (self.window is None or self.sinks >= self.window):

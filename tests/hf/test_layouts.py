@@ -955,6 +955,9 @@ def test_bases_of_rope_that_cannot_be_set_are_refused(build):
     model.model.rotary_emb = FixedRotaryEmbedding(model.config)
     with pytest.raises(ValueError, match=r"FixedRotaryEmbedding does not take its base from config.rope_parameters"):
         softfocus.hf.use(model, {"*": based})
+    one = LlamaConfig(**SIZES | {"hidden_size": 8})
+    with pytest.raises(ValueError, match="rope_base: LlamaRotaryEmbedding has one wavelength, which no base changes"):
+        softfocus.hf.use(AutoModelForCausalLM.from_config(one), {"*": based})
     model.model.rotary_emb = torch.nn.Identity()
     with pytest.raises(ValueError, match="rope_base: LlamaForCausalLM has no rotary embedding"):
         softfocus.hf.use(model, {"*": based})

@@ -148,7 +148,10 @@ def _override(values: dict[str, Any], override: str) -> None:
     if not equals or not key.strip():
         raise UsageError(f"--set {override!r} is not KEY=VALUE", "write it like --set train.steps=100")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        found = tomllib.loads(f"value = {text}")
+        if len(found) > 1:
+            raise UsageError(f"--set {override!r} sets more than one key", "give --set once for each key")
+        value = found["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()  # so that --set model.mechanism=lssar needs no quotes inside quotes
     *tables, last = key.strip().split(".")
