@@ -25,39 +25,47 @@ ACROSS = {
     "16x, pairs": (1024, True),
     "64x, pairs": (4096, True),
 }
-_COLUMNS = {
-    "Softmax, 1x": ("Softmax", HERE),
-    "Softmax, 16x, window": ("Softmax", WINDOWED),
-    "global heads, 1x": ("ours", HERE),
-    "global heads, 16x": ("ours", FAR),
+MODELS = {
+    "Softmax": ("softmax", "Softmax", WINDOWED),
+    "softmax in every head of the layout": ("all-softmax", "all-softmax-nope", FAR),
+    "global heads": ("global-heads", OURS, FAR),
 }
+"""By model: what its rows of `starts` are called, its published row from 0.09, and how it is run at 16x."""
+ALL, HEADS = "softmax in every head of the layout", "global heads"
 
 
 def on_text() -> dict[str, dict[str, Group]]:
-    """Softmax and global heads by initial weights."""
+    """Models by initial weights."""
     found, rows = by_row("starts"), {}
     for at, start in STARTS.items():
-        both = {"Softmax": found.get(f"softmax-{at}"), "ours": found.get(f"global-heads-{at}")}
-        rows[start] = {name: group for name, group in both.items() if group is not None}
-    published = by_label("layouts")
-    return rows | {"0.09": {"Softmax": published["Softmax"], "ours": published[OURS]}}
+        groups = {model: found.get(f"{row}-{at}") for model, (row, _, _) in MODELS.items()}
+        rows[start] = {model: group for model, group in groups.items() if group is not None}
+    published = by_label("layouts") | by_row("global-heads")
+    return rows | {"0.09": {model: published[row] for model, (_, row, _) in MODELS.items()}}
 
 
-def lead(start: str, far: bool) -> Estimate:
-    """Global heads minus the best Softmax, from 0.09."""
-    by = {"ours": on_text()[start]["ours"], "best": on_text()["0.09"]["Softmax"]}
-    return beside(by, "ours", "best", *((FAR, WINDOWED) if far else (HERE, HERE)))
+def lead(start: str, far: bool, model: str = HEADS) -> Estimate:
+    """A model minus the best Softmax, from 0.09."""
+    by = {"ours": on_text()[start][model], "best": on_text()["0.09"]["Softmax"]}
+    return beside(by, "ours", "best", *((MODELS[model][2], WINDOWED) if far else (HERE, HERE)))
+
+
+def over_layout(ours: str, layout: str, at=HERE) -> Estimate:
+    """Global heads minus softmax in every head of the layout, by their initial weights."""
+    return beside({"ours": on_text()[ours][HEADS], "all": on_text()[layout][ALL]}, "ours", "all", at)
 
 
 def losses() -> str:
     rows = []
     for start, groups in on_text().items():
-        cells = [cell(groups[name], *at) if name in groups else None for name, at in _COLUMNS.values()]
-        counts = [str(len(groups[name].evaluations)) if name in groups else "0" for name in ("Softmax", "ours")]
-        texts = ["" if one is None else shown_loss(one) for one in cells]
-        rows.append([start, ", ".join(counts), *texts, said(lead(start, far=False)), said(lead(start, far=True))])
+        for model, group in groups.items():
+            texts = [shown_loss(cell(group, *at)) for at in (HERE, MODELS[model][2])]
+            best = (start, model) == ("0.09", "Softmax")
+            leads = ["" if best else said(lead(start, far, model)) for far in (False, True)]
+            rows.append([start, model, str(len(group.evaluations)), *texts, *leads])
     leads = "1x, minus Softmax from 0.09", "16x, minus the same with a window"
-    return table(["initial weights", "seeds of Softmax, of global heads", *_COLUMNS, *leads], rows)
+    columns = ["initial weights", "model", "seeds", "1x", "16x, as trained; Softmax with a window", *leads]
+    return table(columns, rows)
 
 
 def recalled() -> dict[tuple[str, str], RecallGroup]:
@@ -91,7 +99,7 @@ def test_one_start_serves_both():
     near, far = lead("0.0625", far=False), lead("0.0625", far=True)
     assert near.sure
     assert far.sure
-    ours = {one.seed: one for one in on_text()["0.0625"]["ours"].evaluations}
+    ours = {one.seed: one for one in on_text()["0.0625"][HEADS].evaluations}
     assert sorted(ours) == list(range(8))
     near, far = shown(near).lstrip("-"), shown(far).lstrip("-")
     text = f"below Softmax from 0.09 by {near} at the training length, and at 16 times it, as trained, below that"
@@ -102,9 +110,9 @@ def test_one_start_serves_both():
     assert text in goal
     for at, rival in ((HERE, HERE), (FAR, WINDOWED)):
         best = by_seed("layouts", "Softmax", rival)
-        values = dict(zip(sorted(ours), cell(on_text()["0.0625"]["ours"], *at).values, strict=True))
+        values = dict(zip(sorted(ours), cell(on_text()["0.0625"][HEADS], *at).values, strict=True))
         assert all(values[seed] < best[seed] for seed in ours), "with each seed"
-    losses = (cell(on_text()["0.0625"]["ours"], *at).values for at in (HERE, FAR))
+    losses = (cell(on_text()["0.0625"][HEADS], *at).values for at in (HERE, FAR))
     assert all(last < first for first, last in zip(*losses, strict=True)), "docs/evidence.md: flat, with each seed"
     longer = accuracies(recalled()["6", "-half-longer"])
     assert len(longer) == 8
@@ -136,7 +144,7 @@ def test_what_is_said_of_other_starts_is_measured():
         assert one[4096, False] > 0.97
     assert accuracies(recalled()["6", ""])[0][64, False] < 0.25
     for start, seeds in (("0.04", 1), ("0.05", 3)):
-        assert len(on_text()[start]["ours"].evaluations) == seeds
+        assert len(on_text()[start][HEADS].evaluations) == seeds
         assert not lead(start, far=False).sure
         assert not lead(start, far=True).sure
     assert lead("0.02", far=False).value > 0
