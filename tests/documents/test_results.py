@@ -3,11 +3,14 @@
 import json
 import re
 import subprocess
+import tomllib
 
 import pytest
 
+from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.results import Report, read_as
 from softfocus.lab.report.table import loss_table
+from softfocus.lab.studies import study
 
 from .committed import RESULTS, ROOT
 
@@ -26,6 +29,29 @@ def test_every_committed_comparison_can_be_read(path):
         assert (said != report.finding.sentence) == (len({one.text_key for one in report.evaluations}) > 1)
         assert said.startswith("At 1x (" if len(lengths) == 1 else "At 1x ")
         assert loss_table(report.groups).row_count > 0
+
+
+COMMITTED = {name for name in study.shipped() if (RESULTS / name / "results.json").exists()}
+
+
+@pytest.mark.parametrize("name", sorted(COMMITTED - {"t6"}))  # its published runs have names of recipes
+def test_what_was_trained_is_what_the_row_of_the_study_says(name):
+    """Under the name of a row: the same mechanisms, sizes and training. Rows without a run, and
+    runs whose row has gone, are not compared.
+    """
+    found, near = study.load(name)
+    rows = {recipe.name: recipe for recipe in study.recipes(found, near, seeds=range(8))}
+    compared = 0
+    for run in json.loads((RESULTS / name / "results.json").read_text())["runs"]:
+        if (row := rows.get(run["info"]["name"])) is None:
+            continue
+        compared += 1
+        trained = Recipe.model_validate(tomllib.loads(run["recipe"]))
+        assert trained.model.label == row.model.label, row.name
+        assert row.model.label.startswith(run["info"]["mechanism"]), row.name  # then what no layer may run
+        assert trained.model.config == row.model.config, row.name
+        assert trained.train == row.train, row.name
+    assert compared
 
 
 REBASED = {"239b23e", "2ac153ab63584101cd4bb70fd1818a7948c66f75", "640aa5464c493da5e3a40dfdc916aa3b9d763463"}

@@ -30,7 +30,9 @@ MODELS = {
     "softmax in every head of the layout": ("all-softmax", "all-softmax-nope", FAR),
     "global heads": ("global-heads", OURS, FAR),
 }
-"""By model: what its rows of `starts` are called, its published row from 0.09, and how it is run at 16x."""
+"""By model: what its rows of `starts` are called, its published row from 0.09, and how it is run at
+16x.
+"""
 ALL, HEADS = "softmax in every head of the layout", "global heads"
 
 
@@ -128,6 +130,31 @@ def test_one_start_serves_both():
     text = f"it finds {least} or more among filler at up to 64 times the training length, and"
     assert f"{text} {min(more):.2f} to {max(more):.2f} among 64 times as many pairs." in readme
     assert f"On recall it finds at least {least} among filler at 64 times the length." in goal
+
+
+def test_softmax_in_every_head_is_compared_from_its_better_start():
+    groups = {start: rows[ALL] for start, rows in on_text().items() if ALL in rows}
+    assert sorted(groups) == ["0.0625", "0.09"]
+    assert all(len(group.evaluations) == 8 for group in groups.values())
+    assert not beside(groups, "0.0625", "0.09", HERE).sure
+    assert not beside(groups, "0.0625", "0.09", FAR).sure
+    leads = [shown(lead("0.0625", far, ALL)).lstrip("-") for far in (False, True)]
+    assert all(lead("0.0625", far, ALL).sure for far in (False, True))
+    text = "From 0.0625 softmax in every head of the layout is below Softmax, too, by {} at the training length, and"
+    assert f"{text} by {{}} at 16 times it.".format(*leads) in TEXT
+    same = [over_layout("0.0625", "0.0625", at) for at in (HERE, FAR)]
+    best = [over_layout("0.09", "0.0625", at) for at in (HERE, FAR)]
+    assert all(one.sure for one in (*same, *best))
+    text = "From this start global heads are below it by {} and {}, both as trained."
+    assert text.format(*(shown(one).lstrip("-") for one in same)) in TEXT
+    ours, rival = on_text()["0.09"][HEADS], groups["0.0625"]
+    below = sum(a < b for a, b in zip(cell(ours, *HERE).values, cell(rival, *HERE).values, strict=True))
+    assert below == 7
+    text = "From 0.09 global heads are below softmax in every head from 0.0625 by {} and {}, with seven of eight seeds."
+    assert text.format(*(shown(one).lstrip("-") for one in best)) in TEXT
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    text = f"it is {leads[0]}, and the lead of the table's global heads over that model {shown(best[0]).lstrip('-')}."
+    assert text in readme
 
 
 def test_what_is_said_of_other_starts_is_measured():

@@ -173,6 +173,22 @@ def test_a_file_inherits_from_shipped_recipes_and_from_files_beside_it(tmp_path:
     )
 
 
+def test_a_layer_of_a_layout_and_a_mechanism_replace_those_of_the_base(tmp_path: Path) -> None:
+    """With the window alone, layer 0 would keep the mechanism of the base in silence."""
+    (tmp_path / "a.toml").write_text(
+        'base = "demo"\n[model.mechanism]\nphi = "relu"\nnormaliser = "l1"\n'
+        '[model.layout]\n0 = { mechanism = "lssa", window = 8 }\n1 = { window = 16 }\n'
+    )
+    (tmp_path / "b.toml").write_text(
+        'base = "a.toml"\n[model]\nmechanism = { phi = "softplus" }\nlayout.0.window = 4\n'
+    )
+    model = load(tmp_path / "b.toml").model
+    assert model.mechanism == {"phi": "softplus"}
+    assert model.layout == {"0": {"window": 4}, "1": {"window": 16}}
+    one_key = load(tmp_path / "a.toml", ["model.layout.0.window=4"]).model
+    assert one_key.layout["0"] == {"mechanism": "lssa", "window": 4}
+
+
 def test_a_circle_of_bases_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('base = "b.toml"\n')
     (tmp_path / "b.toml").write_text('base = "a.toml"\n')

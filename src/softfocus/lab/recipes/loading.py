@@ -114,12 +114,22 @@ def _recipes(name: str) -> str:
     return did_you_mean(name, shipped(), otherwise)
 
 
-def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Tables and keys of ``base`` with those of ``changes`` put over them, table by table."""
+def merged(base: dict[str, Any], changes: dict[str, Any], table: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Tables and keys of ``base`` with those of ``changes`` put over them, table by table.
+
+    A mechanism, and the heads of a layer in a layout, are replaced whole: a row that changes the
+    window of a layer would otherwise keep the mechanism of ``base`` there.
+
+    Args:
+        base: tables and keys.
+        changes: tables and keys.
+        table: the path of the table that both are.
+    """
     result = dict(base)
     for key, value in changes.items():
         both = isinstance(value, dict) and isinstance(base.get(key), dict)
-        result[key] = merged(base[key], value) if both else value
+        whole = table == ("model", "layout") or (*table, key) == ("model", "mechanism")
+        result[key] = merged(base[key], value, (*table, key)) if both and not whole else value
     return result
 
 
