@@ -29,7 +29,7 @@ def work(
     folder: Path,
     jobs: Sequence[Job],
     *,
-    workers: int | None,
+    workers: int,
     overwrite: bool,
     console: Console,
     processes: int = 1,
@@ -39,7 +39,7 @@ def work(
     Args:
         folder: gets the logs.
         jobs: what to run; each says afterwards whether it is finished or failed, and why.
-        workers: jobs at a time; as many as there are cores by default.
+        workers: jobs at a time. They share the cores.
         overwrite: train again what is there.
         console: where to draw.
         processes: of each job, a device each, under torchrun.
@@ -47,13 +47,12 @@ def work(
     Raises:
         LabError: the folder cannot be written to, another demo or study works in it, or Ctrl-C.
     """
-    count = max(1, workers or min(len(jobs), cores()))
     with writing(folder, ELSEWHERE):
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
         for job in jobs:
             job.log.touch()
-    with owning(folder), Screen(console, jobs, count) as screen:
-        WorkerPool(count, overwrite, screen, processes).run([job for job in jobs if job.status == "waiting"])
+    with owning(folder), Screen(console, jobs, workers) as screen:
+        WorkerPool(workers, overwrite, screen, processes).run([job for job in jobs if job.status == "waiting"])
 
 
 class WorkerPool:

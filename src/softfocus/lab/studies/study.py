@@ -231,8 +231,9 @@ def train_all(
         refuse_in_use(folder)
     found = plan_jobs(folder, plan, labels or [recipe.name for recipe in plan], overwrite=overwrite)
     left = [job for job in found if job.status == "waiting"]
-    workers = min(jobs or _default_jobs(), max(1, len(left)))  # they share the cores
-    check_memory([job.recipe for job in left], workers, processes, remedies)
+    # They share the cores. As many threads for the last run as for the others: sums round alike
+    workers = jobs or _default_jobs()
+    check_memory([job.recipe for job in left], min(workers, max(1, len(left))), processes, remedies)
     if any("tasks" in job.recipe.evaluate.also for job in left):
         from softfocus.lab.evaluate import tasks
 
