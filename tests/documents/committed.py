@@ -113,9 +113,14 @@ def recalls(study: str) -> dict[str, RecallGroup]:
     return {group.label: group for group in grouped(found.runs)}
 
 
-def accuracies(group: RecallGroup) -> list[dict[tuple[int, bool], float]]:
-    """For each run the share of right answers by length and by what grows: filler, or pairs."""
-    return [{(row.length, row.grown): row.accuracy for row in one.recall.shown} for one in group.entries]
+def accuracies(group: RecallGroup, window: int | None = None) -> list[dict[tuple[int, bool], float]]:
+    """For each run the share of right answers by length and by what grows: filler, or pairs. As
+    trained, or with a window.
+    """
+    return [
+        {(row.length, row.grown): row.accuracy for row in one.recall.shown if row.window == window}
+        for one in group.entries
+    ]
 
 
 def disturbed(run: str) -> tuple[float, Mean, list[tuple[HeadRow, Mean]]]:

@@ -126,6 +126,14 @@ def test_one_start_serves_both():
     assert f"Among 16 times as many pairs it finds {min(pairs):.2f} to {max(pairs):.2f}." in TEXT
     least = f"{math.floor(1000 * filler) / 10:.1f} % of the keys"
     assert f"finds at least {least} among filler at every length, up to 64 times the training length" in TEXT
+    blind = [
+        one[length, pairs]
+        for one in accuracies(recalled()["6", "-half-longer"], window=64)
+        for length in (1024, 4096)
+        for pairs in (False, True)
+    ]
+    assert len(blind) == 32
+    assert f"With a window of 64 tokens in all heads the eight models find {min(blind):.2f} to {max(blind):.2f}" in TEXT
     more = [one[4096, True] for one in longer]
     text = f"it finds {least} or more among filler at up to 64 times the training length, and"
     assert f"{text} {min(more):.2f} to {max(more):.2f} among 64 times as many pairs." in readme
