@@ -5,7 +5,10 @@ The slow tests are those of the ends: `pytest -m slow tests/lab/claims/test_gpt2
 """
 
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +32,15 @@ from softfocus.lab.evaluate import classify
 from softfocus.lab.recipes import loading
 from softfocus.lab.recipes.lengths import parse
 from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder.files import load_measured, load_run
+from softfocus.lab.run_folder.results import Evaluation
 from softfocus.lab.train.memory import least_memory
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "claims.md"
 NAMES = [name for name in claims.shipped() if "gpt2" in claims.load(name).scales]
+BASES = {claims.load(name).base("gpt2"): name for name in NAMES}
+"""The recipes that their rows change, each with one of the claims."""
+SPEECH = "conformer-librispeech"
 STEPS = 4
 SMALL: dict[str, Any] = {
     "train.batch": 4,
@@ -242,3 +250,29 @@ def test_every_claim_runs_to_its_page(name: str, here: Path, workers_here: list[
         assert f"| {judged.verdict} | {judged.statement.says} |" in page
     assert isinstance(screen.file, io.StringIO)
     assert f"{name} at the scale gpt2: {standing(claim, 'gpt2', made)}" in screen.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "base", [pytest.param(base, marks=pytest.mark.long if base == SPEECH else pytest.mark.slow) for base in BASES]
+)
+def test_every_recipe_runs_under_torchrun(base: str, here: Path, tmp_path: Path) -> None:
+    """In two processes, as `reproduce --processes 2` starts them. The first of them measures.
+    Speech is in CI: its models drop layers at random, each process others.
+    """
+    claim = claims.load(BASES[base])
+    recipe = claims.recipes(claim, "gpt2", [0], small(claim))[-1]
+    # Questions are made up in this process alone
+    recipe = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"also": []})})
+    (file := tmp_path / "recipe.toml").write_text(recipe.to_toml())
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, "softfocus.lab.studies.worker", str(file), str(tmp_path / "run")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    info = load_run(tmp_path / "run")
+    assert (info.status, info.steps_done) == ("complete", STEPS)
+    assert info.tokens_per_step == recipe.train.batch * recipe.train.length
+    assert all(np.isfinite(row.loss) for row in load_measured(tmp_path / "run", Evaluation).rows)
