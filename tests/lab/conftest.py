@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from softfocus.lab.report.results import Entry
@@ -272,3 +273,60 @@ def workers_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     like = SimpleNamespace(Popen=Worker, **{name: getattr(subprocess, name) for name in names})
     monkeypatch.setattr(pool, "subprocess", like)
     return ran
+
+
+def write_shard(path: Path, tokens: int, seed: int, end: int = 0) -> None:
+    """Made-up tokens as FineWeb's shards hold them: documents that start with the end of one."""
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, tokens
+    ids = np.random.default_rng(seed).integers(97, 123, tokens).astype("<u2")
+    ids[::700] = end
+    path.write_bytes(header.tobytes() + ids.tobytes())
+
+
+@pytest.fixture(scope="session")
+def shard() -> Any:
+    """`write_shard`: a file of tokens, as FineWeb's."""
+    return write_shard
+
+
+def asked(path: str) -> Any:
+    """Four questions in the columns that the data set of this name has on the hub; None where no
+    task asks for it.
+    """
+    from datasets import Dataset, DatasetDict
+
+    answers = ["a cat", "a dog", "an owl", "a cow"]
+    known: dict[str, dict[str, list[Any]]] = {
+        "allenai/ai2_arc": {
+            "question": [f"which is number {n}?" for n in range(4)],
+            "choices": [{"text": answers, "label": ["A", "B", "C", "D"]}] * 4,
+            "answerKey": ["A", "B", "C", "D"],
+        },
+        "Rowan/hellaswag": {
+            "activity_label": ["Animals"] * 4,
+            "ctx_a": [f"This is number {n}" for n in range(4)],
+            "ctx_b": ["it is"] * 4,
+            "endings": [answers] * 4,
+            "label": ["0", "1", "2", "3"],
+        },
+        "baber/piqa": {"goal": answers, "sol1": ["yes"] * 4, "sol2": ["no"] * 4, "label": [0, 1, 0, 1]},
+        "allenai/sciq": {
+            "question": answers,
+            "support": ["", "It is one.", "", "It is."],
+            **{name: [f"{name} {n}" for n in range(4)] for name in ("distractor1", "distractor2", "distractor3")},
+            "correct_answer": ["yes"] * 4,
+        },
+    }
+    if path not in known:
+        return None
+    return DatasetDict(dict.fromkeys(("train", "validation", "test"), Dataset.from_dict(known[path])))
+
+
+@pytest.fixture
+def questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tasks' questions on the hub are made up; other data sets are what they are."""
+    import datasets
+
+    own = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, *a, **k: asked(path) or own(path, *a, **k))

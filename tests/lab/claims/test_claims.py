@@ -901,39 +901,9 @@ def _forget_lm_eval() -> None:
         del sys.modules[name]
 
 
-def asked(path: str, *_: Any, **__: Any) -> Any:
-    """Four questions in the columns that the data set of this name has on the hub."""
-    from datasets import Dataset, DatasetDict
-
-    answers = ["a cat", "a dog", "an owl", "a cow"]
-    columns: dict[str, list[Any]] = {
-        "allenai/ai2_arc": {
-            "question": [f"which is number {n}?" for n in range(4)],
-            "choices": [{"text": answers, "label": ["A", "B", "C", "D"]}] * 4,
-            "answerKey": ["A", "B", "C", "D"],
-        },
-        "Rowan/hellaswag": {
-            "activity_label": ["Animals"] * 4,
-            "ctx_a": [f"This is number {n}" for n in range(4)],
-            "ctx_b": ["it is"] * 4,
-            "endings": [answers] * 4,
-            "label": ["0", "1", "2", "3"],
-        },
-        "baber/piqa": {"goal": answers, "sol1": ["yes"] * 4, "sol2": ["no"] * 4, "label": [0, 1, 0, 1]},
-        "allenai/sciq": {
-            "question": answers,
-            "support": ["", "It is one.", "", "It is."],
-            **{name: [f"{name} {n}" for n in range(4)] for name in ("distractor1", "distractor2", "distractor3")},
-            "correct_answer": ["yes"] * 4,
-        },
-    }[path]
-    return DatasetDict(dict.fromkeys(("train", "validation", "test"), Dataset.from_dict(columns)))
-
-
 @pytest.mark.long
-def test_zero_shot_tasks_with_the_harness_itself(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
+def test_zero_shot_tasks_with_the_harness_itself(two: Claim, tmp_path: Path, questions: None) -> None:
     """Its own tasks, metrics and model; only the questions are made up, as there is no hub here."""
-    monkeypatch.setattr("datasets.load_dataset", asked)
     recipe = recipes(two, "toy", [0])[0]
     folder = tmp_path / recipe.name
     train(recipe, folder)

@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -40,71 +40,26 @@ TINY = (
 """What is not the recipe's own. Architecture, optimiser, bfloat16 and the kind of data are."""
 
 
-def shard(path: Path, tokens: int, seed: int) -> None:
-    """Made-up tokens as FineWeb's shards hold them: documents that start with the end of one."""
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, tokens
-    ids = np.random.default_rng(seed).integers(97, 123, tokens).astype("<u2")
-    ids[::700] = 256
-    path.write_bytes(header.tobytes() + ids.tobytes())
-
-
-def tiny(folder: Path) -> list[str]:
+def tiny(folder: Path, shard: Any) -> list[str]:
     """What to change in a recipe of the scale gpt2: its sizes, and shards and a tokenizer that are
     made here.
     """
     shards = folder / "fineweb10B"
     shards.mkdir()
-    shard(shards / "fineweb_val_000000.bin", 20_000, 0)
+    shard(shards / "fineweb_val_000000.bin", 20_000, 0, end=256)
     for number in (1, 2):
-        shard(shards / f"fineweb_train_00000{number}.bin", 5_000, number)
+        shard(shards / f"fineweb_train_00000{number}.bin", 5_000, number, end=256)
     tokenizers.save(tokenizers.load_tokenizer("bytes"), folder / "tokenizer")
     return [*TINY, f"data.source={shards}", f"data.tokenizer={folder / 'tokenizer'}"]
 
 
-LONG = ["train.length=512", "evaluate.lengths=1x,2x", "evaluate.tokens=4096"]
-"""Prompts for passkeys, and pairs of texts, need hundreds of bytes."""
-LLAMA = ["model.config.num_key_value_heads=2", "model.config.head_dim=16"]
-OTHERS = {
-    "softplus-passkey": ("gpt2-124m", LONG),
-    "laser-classification": ("gpt2-124m", LONG),
-    "laser-differential": ("gpt2-124m-llama", LLAMA),
-    "laser-bert": ("bert-base", ["train.warmdown=0", "evaluate.lengths=1x"]),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_claims_at_the_scale_gpt2_run_from_shards(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers_here: list[str]
-) -> None:
-    """What these measure beside the loss is in the results."""
-    recipe, own = OTHERS[name]
-    base = tmp_path / "tiny.toml"
-    base.write_text(loading.load(recipe, [*tiny(tmp_path), "train.steps=2", *own]).to_toml())
-    claim = claims.load(name)
-    claim = claim.model_copy(update={"bases": claim.bases | {"gpt2": str(base)}})
-    monkeypatch.setattr(claims, "shipped", lambda: [name])
-    monkeypatch.setattr(claims, "load", lambda _: claim)
-    monkeypatch.setenv("SOFTFOCUS_CACHE", str(tmp_path / "cache"))
-    made = reproduce(name, tmp_path / "out", scale="gpt2", seeds=1, jobs=1, console=Console(file=io.StringIO()))
-    assert made is not None
-    assert sorted(made.rows) == sorted(claim.rows)
-    for run in made.runs:
-        assert (run.info.status, run.info.steps_done) == ("complete", 2)
-        assert run.evaluation is not None
-        asked = {512, 768, 1024} if name == "softplus-passkey" else set()
-        assert {row.length for row in run.passkeys} == asked
-        assert (run.classification is not None) == (name == "laser-classification")
-
-
 @pytest.mark.long
 def test_a_claim_at_the_scale_gpt2_runs_from_shards_to_its_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers_here: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers_here: list[str], shard: Any
 ) -> None:
     name, out, screen = "softplus-figure-1", tmp_path / "out", Console(file=io.StringIO(), width=250)
     base = tmp_path / "tiny-gpt2.toml"
-    base.write_text(loading.load("gpt2-124m", [*tiny(tmp_path), "train.steps=2"]).to_toml())
+    base.write_text(loading.load("gpt2-124m", [*tiny(tmp_path, shard), "train.steps=2"]).to_toml())
     monkeypatch.setitem(claims.BASES, "gpt2", str(base))
     monkeypatch.setattr(claims, "shipped", lambda: [name])  # the pages of the others are not written
     monkeypatch.setenv("SOFTFOCUS_CACHE", str(tmp_path / "cache"))
@@ -133,8 +88,8 @@ def test_a_claim_at_the_scale_gpt2_runs_from_shards_to_its_page(
 
 
 @pytest.mark.slow
-def test_a_gpt2_recipe_runs_from_shards_to_losses(tmp_path: Path) -> None:
-    changes = tiny(tmp_path)
+def test_a_gpt2_recipe_runs_from_shards_to_losses(tmp_path: Path, shard: Any) -> None:
+    changes = tiny(tmp_path, shard)
     recipe = loading.load("gpt2-124m-lssar", changes)
     assert (recipe.train.precision, recipe.model.architecture) == ("bf16", "gpt_neox")
     run = tmp_path / "run"
