@@ -13,8 +13,8 @@ struct Worker {
   explicit Worker(const Params& params) : block(params, rows_per_block(params, false)), output(block) {}
 
   // Computes a query head of a decoding call. Values are searched for non-finite elements only if
-  // the output has one; the head is then computed again. With LASER they are searched first, since
-  // the exponentials would hide them.
+  // the output has one. If the search finds one, the head is computed again. With LASER they are
+  // searched first, since the exponentials would hide them.
   void decode(int64_t b, int64_t query_head, void* out, float* statistics) {
     const Params& params = block.params;
     KeyHeadData key_data;

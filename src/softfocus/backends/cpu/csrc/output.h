@@ -129,7 +129,8 @@ class BlockOutput {
     });
   }
 
-  // In decoding each value is read only once. It is therefore read in place in every dtype.
+  // In decoding a query head reads each value only once. It is therefore read in place in every
+  // dtype.
   static bool values_in_place(const RowBlock<Phi>& block) {
     const Params& params = block.params;
     return !block.key_data->packed && !params.laser && block.key_data->nonfinite_values.empty() &&
