@@ -114,10 +114,10 @@ bool forward(const Params& params, void* out, float* statistics) {
     bool done = parallel_for(params.threads, n * group * blocks, [&](int64_t item) {
       // The last rows go first, because they take longest under a causal mask.
       int64_t block_index = blocks - 1 - item / group % blocks;
-      int64_t head_index = first + item / (group * blocks);  // of all B * Hk
-      int64_t query_head = head_index % params.key_heads * group + item % group;
-      workers.mine().run(head_index / params.key_heads, query_head, block_index * block_rows,
-                         key_data_at_once[head_index - first], out, statistics);
+      int64_t key_head_index = first + item / (group * blocks);  // of all B * Hk
+      int64_t query_head = key_head_index % params.key_heads * group + item % group;
+      workers.mine().run(key_head_index / params.key_heads, query_head, block_index * block_rows,
+                         key_data_at_once[key_head_index - first], out, statistics);
     });
     if (!done) return false;
   }
