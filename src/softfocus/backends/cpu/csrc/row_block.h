@@ -8,9 +8,10 @@
 //     A_j = value(stored_j) * weight_scale      or, re-weighted,
 //     u_j = (value(stored_j) - threshold) * inverse_spread
 //     A_j = u_j^p / sum u^p  where u_j > live_threshold, else 0
-// A tied row is computed as a re-weighted row with threshold 0, inverse_spread 1 and p = 1: its u
-// is phi, and it keeps its l1 weights. A non-finite row, whose norm is NaN or infinite, is computed
-// in the same way. A row without weights (MIN_ROW_SUM) has inverse_spread 0: all its u are 0.
+// A tied row is computed as a re-weighted row with threshold 0 and p = 1, so that it keeps its l1
+// weights. Its inverse_spread is the power of two that brings its largest u into [1, 2); a power of
+// two rounds no weight. A non-finite row, whose norm is NaN or infinite, has threshold 0, p = 1 and
+// inverse_spread 1. A row without weights (MIN_ROW_SUM) has inverse_spread 0: all its u are 0.
 #pragma once
 
 #include <algorithm>
@@ -30,8 +31,8 @@ namespace softfocus {
 // A row sum of phi below this counts as 0: the row has no weights, and its u and sum u^p are 0.
 //
 // A row with weights that is not tied has a spread of at least TIE_TOLERANCE * norm / N, so that
-// inverse_spread is finite for N up to 5e8. Its largest u is 1, and sum u^p is at least 1. In a
-// tied row sum u^p is norm.
+// inverse_spread is finite for N up to 5e8. Its largest u is 1, that of a tied row is in [1, 2).
+// sum u^p is at least 1.
 constexpr float MIN_ROW_SUM = 1e-25f;
 // Integer powers up to this are computed by squaring. Its own error is at most p units in the last
 // place; at p = 31 it was five. The rounding of u adds about p units whatever the method, thirty at
