@@ -413,6 +413,62 @@ def test_phi_that_add_up_to_next_to_nothing(mechanism, size):
         torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
 
 
+@dataclass(frozen=True)
+class EqualScores(Case):
+    """With a scale of 1 every score of the rows is ``score``, and every other row's 1 if
+    ``alternating``. The values have this mean and standard deviation.
+    """
+
+    score: float = 1.0
+    mean: float = 0.0
+    deviation: float = 1.0
+    alternating: bool = False
+
+    def arguments(self, mechanism, dtype, seed=0, device="cpu"):
+        arguments = super().arguments(mechanism, dtype, seed, device)
+        with torch.no_grad():
+            for name in ("query", "key"):
+                arguments[name].zero_()[..., 0] = self.score**0.5
+            if self.alternating:
+                arguments["query"][:, :, 1::2, 0] = self.score**-0.5
+            arguments["value"].mul_(self.deviation).add_(self.mean)
+        return arguments
+
+
+EXTREME_PHI = [
+    ({"phi": "softplus"}, {"score": 1e30, "deviation": 1e9}),
+    ({"phi": "softplus"}, {"score": 1e30, "deviation": 1e9, "alternating": True}),
+    ({"phi": "relu"}, {"score": 1e30, "deviation": 1e9}),
+    ({"phi": "relu", "power": 3}, {"score": 1e30, "deviation": 1e9}),
+    ({"phi": "relu2", "power": 3}, {"score": 1e12, "deviation": 1e15}),
+    ({"phi": "softplus", "laser": True}, {"score": 1e30, "mean": 19.5, "deviation": 0.1}),
+    ({"phi": "softplus", "power": 3, "laser": True}, {"score": 1e30, "mean": 19.5, "deviation": 0.1}),
+    ({"phi": "relu", "power": 3, "laser": True}, {"score": 1e30, "mean": 19.5, "deviation": 0.1}),
+    ({"phi": "relu"}, {"score": 1e-24, "deviation": 1e-18}),
+    ({"phi": "relu2"}, {"score": 1e-12, "deviation": 1e-18}),
+    ({"phi": "relu", "power": 3}, {"score": 1e-24, "deviation": 1e-18}),
+]
+"""phi times V over- or underflows in float32, but the weights times V do not."""
+
+
+@pytest.mark.parametrize("queries", [1, 37])
+@pytest.mark.parametrize(("algebra", "numbers"), EXTREME_PHI, ids=str)
+def test_phi_whose_product_with_the_values_no_float_could_hold(holds, algebra, numbers, queries):
+    case = EqualScores(f"{numbers}", query_length=queries, **numbers)
+    holds(cpu, case, Mechanism(scale="1", **algebra), torch.float32)
+
+
+def test_the_bits_of_a_row_do_not_depend_on_larger_phi_beside_it():
+    algebra = Mechanism(phi="softplus", scale="1")
+    case = EqualScores("", score=1e30, alternating=True)
+    both, alone = (case.arguments(algebra, torch.float32) for _ in range(2))
+    with torch.no_grad():
+        alone["query"][..., 0] = both["query"][:, :, 1:2, 0]
+    both, alone = cpu(**both), cpu(**alone)
+    assert torch.equal(both[:, :, 1::2], alone[:, :, 1::2])
+    assert not torch.equal(both[:, :, ::2], alone[:, :, ::2])
+
+
 @pytest.mark.parametrize("queries", [1, 16])
 @pytest.mark.parametrize(
     ("mechanism", "size"),

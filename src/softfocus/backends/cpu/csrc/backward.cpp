@@ -28,7 +28,9 @@ struct Schedule {
         block_rows(rows_per_block(params, true)),
         blocks(ceil_div(params.query_length, block_rows)) {
     // Tasks that add to the same elements of grad_bias must not run at the same time. If heads
-    // share elements, at_once is 1. If rows share elements, tasks_per_head is 1.
+    // share elements, at_once is 1. The tasks of one key head visit all query heads of its group,
+    // but take different rows, so that they may still run at the same time. If rows share elements,
+    // tasks_per_head is 1.
     bool shared_by_heads = (!grad_bias.stride[0] && params.batch > 1) || (!grad_bias.stride[1] && params.heads > 1);
     bool shared_by_rows = !grad_bias.stride[2] && params.query_length > 1;
     if (grad_bias.data && shared_by_heads) at_once = std::min<int64_t>(at_once, 1);
@@ -37,9 +39,9 @@ struct Schedule {
   }
 };
 
-// One task: every tasks_per_head-th block of rows of a key head
+// One task: every tasks_per_head-th block of rows of a key head. key_head_index counts all B * Hk.
 template <typename Phi>
-void run_task(const Params& params, const GradientTensors& grads, const Schedule& schedule, int64_t head_index,
+void run_task(const Params& params, const GradientTensors& grads, const Schedule& schedule, int64_t key_head_index,
               int64_t task, const KeyHeadData& key_data, KeyHeadSums& sums, RowGradients<Phi>& worker) {
   int64_t padded_dim = round_up(params.head_dim, W), padded_value_dim = round_up(params.value_dim, W);
   // Sets sums_at [Lk, stride] to where this task sums: the result itself, [B * Hk, Lk, dim], if the
@@ -47,27 +49,28 @@ void run_task(const Params& params, const GradientTensors& grads, const Schedule
   auto place = [&](Buffer<float>& scratch, float*& sums_at, void* result, int64_t stride, int64_t dim) {
     bool direct = task == 0 && stride == dim && params.dtype == FLOAT32;
     if (!direct) scratch.resize(params.key_length * stride);
-    sums_at = direct ? static_cast<float*>(result) + head_index * params.key_length * dim : scratch;
+    sums_at = direct ? static_cast<float*>(result) + key_head_index * params.key_length * dim : scratch;
     std::fill(sums_at, sums_at + params.key_length * stride, 0.0f);
   };
   place(sums.key_scratch, sums.grad_key, grads.grad_key, padded_dim, params.head_dim);
   place(sums.value_scratch, sums.grad_value, grads.grad_value, padded_value_dim, params.value_dim);
   for (int64_t g = 0; g < params.group(); ++g)
     for (int64_t block_index = task; block_index < schedule.blocks; block_index += schedule.tasks_per_head)
-      worker.run(head_index / params.key_heads, head_index % params.key_heads * params.group() + g,
+      worker.run(key_head_index / params.key_heads, key_head_index % params.key_heads * params.group() + g,
                  block_index * schedule.block_rows, key_data, grads, sums.grad_key, sums.grad_value);
 }
 
 // Adds the sums of a key head's tasks for the keys [begin, end), at most BLOCK_K, and writes them
 // in the query's dtype. With cosine similarity turns gradients of unit keys into those of keys.
-inline void add_tasks(const Params& params, const GradientTensors& grads, int64_t tasks_per_head, int64_t head_index,
-                      int64_t begin, int64_t end, const KeyHeadData& key_data, KeyHeadSums* sums) {
+inline void add_tasks(const Params& params, const GradientTensors& grads, int64_t tasks_per_head,
+                      int64_t key_head_index, int64_t begin, int64_t end, const KeyHeadData& key_data,
+                      KeyHeadSums* sums) {
   int64_t padded_dim = round_up(params.head_dim, W), padded_value_dim = round_up(params.value_dim, W);
   Buffer<float> scratch(params.cosine ? BLOCK_K * padded_dim : 0);  // [BLOCK_K, padded_dim]
   RowView unit_keys{nullptr, 0};
   if (params.cosine)
-    unit_keys =
-        view_keys(params, key_data, head_index / params.key_heads, head_index % params.key_heads, begin, end, scratch);
+    unit_keys = view_keys(params, key_data, key_head_index / params.key_heads, key_head_index % params.key_heads, begin,
+                          end, scratch);
   for (int64_t key = begin; key < end; ++key) {
     float *gk = sums[0].grad_key + key * padded_dim, *gv = sums[0].grad_value + key * padded_value_dim;
     for (int64_t s = 1; s < tasks_per_head; ++s) {
@@ -77,7 +80,7 @@ inline void add_tasks(const Params& params, const GradientTensors& grads, int64_
     if (params.cosine)
       l2_normalise_backward(gk, unit_keys.data + (key - begin) * unit_keys.stride, key_data.key_rnorm[key],
                             params.head_dim);
-    int64_t row = head_index * params.key_length + key;
+    int64_t row = key_head_index * params.key_length + key;
     write_row(grads.grad_key, params.dtype, row * params.head_dim, gk, params.head_dim);
     write_row(grads.grad_value, params.dtype, row * params.value_dim, gv, params.value_dim);
   }

@@ -18,10 +18,10 @@
 // (SSE) the error of e^x reaches 4e-6 at the ends of its range, since the argument is reduced less
 // exactly.
 //
-// These functions propagate a NaN only if its low nine bits are 0, because they shift these bits
+// `exp_negative` propagates a NaN only if its low nine bits are 0, because it shifts these bits
 // into the exponent. The NaN of std::numeric_limits and of invalid operations on x86 and Arm is
-// such a NaN. Other NaNs of a caller are replaced by it before (row_scores.inl.h). `logarithm` and
-// `log1p_exp` propagate no NaN.
+// such a NaN. Other NaNs of a caller are replaced by it before (row_scores.inl.h). `exponential`
+// and `one_minus_exp` propagate every NaN, `logarithm` and `log1p_exp` none.
 //
 // The functions take N vectors at once and apply each step to all of them, so that N chains of
 // dependent operations overlap.

@@ -13,8 +13,8 @@ struct Worker {
   explicit Worker(const Params& params) : block(params, rows_per_block(params, false)), output(block) {}
 
   // Computes a query head of a decoding call. Values are searched for non-finite elements only if
-  // the output has one; the head is then computed again. With LASER they are searched first, since
-  // the exponentials would hide them.
+  // the output has one. If the search finds one, the head is computed again. With LASER they are
+  // searched first, since the exponentials would hide them.
   void decode(int64_t b, int64_t query_head, void* out, float* statistics) {
     const Params& params = block.params;
     KeyHeadData key_data;
@@ -114,10 +114,10 @@ bool forward(const Params& params, void* out, float* statistics) {
     bool done = parallel_for(params.threads, n * group * blocks, [&](int64_t item) {
       // The last rows go first, because they take longest under a causal mask.
       int64_t block_index = blocks - 1 - item / group % blocks;
-      int64_t head_index = first + item / (group * blocks);  // of all B * Hk
-      int64_t query_head = head_index % params.key_heads * group + item % group;
-      workers.mine().run(head_index / params.key_heads, query_head, block_index * block_rows,
-                         key_data_at_once[head_index - first], out, statistics);
+      int64_t key_head_index = first + item / (group * blocks);  // of all B * Hk
+      int64_t query_head = key_head_index % params.key_heads * group + item % group;
+      workers.mine().run(key_head_index / params.key_heads, query_head, block_index * block_rows,
+                         key_data_at_once[key_head_index - first], out, statistics);
     });
     if (!done) return false;
   }

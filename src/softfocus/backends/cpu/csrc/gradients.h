@@ -109,8 +109,8 @@ class RowGradients {
   // Re-weighted rows: D_i in double minus delta. Both are subtracted from dA, so that digits are
   // kept where one key dominates and its dA is nearly D_i.
   float delta_error[BLOCK_Q];
-  // 1 / sum u^p, summed in double over all keys; output.inverse_power_sum is the forward's, whose
-  // tiles are summed in float
+  // 1 / sum u^p, summed in double over the live keys; output.inverse_power_sum is the forward's,
+  // whose tiles are summed in float
   float precise_inverse_power_sum[BLOCK_Q];
   float power_over_sum[BLOCK_Q];  // p / sum u^p
   float mean_term[BLOCK_Q];       // -o mean(g) * inverse_spread: every visible key receives it

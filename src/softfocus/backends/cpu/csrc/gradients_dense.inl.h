@@ -10,9 +10,10 @@ namespace softfocus {
 template <typename Phi>
 inline void RowGradients<Phi>::compute_dense_grad_weights() {
   const Params& params = block.params;
-  vfloat phi_da_sum[BLOCK_Q];       // lane-wise sum of phi dA over at most TILES_PER_SUM tiles
+  // Lane-wise sum of phi dA over at most TILES_PER_SUM tiles; of A dA unless sums_take_phi()
+  vfloat phi_da_sum[BLOCK_Q];
   vfloat n_positive[BLOCK_Q];       // lane-wise number of keys with phi > 0; where Phi::has_zeros
-  DoubleSum phi_da_total[BLOCK_Q];  // sum of phi dA over all tiles
+  DoubleSum phi_da_total[BLOCK_Q];  // the same over all tiles
   int64_t tiles = 0;
   for (int64_t r = 0; r < BLOCK_Q; ++r) phi_da_sum[r] = n_positive[r] = vfloat{};
   block.each_tile([&](int64_t start_k) {
@@ -34,13 +35,16 @@ inline void RowGradients<Phi>::compute_dense_grad_weights() {
         for (int64_t i = r; i < std::min(r + MR, block.n_rows); ++i)
           block.with_row_phi(i, [&](auto phi) {
             const float *stored = block.tile_row(i, start_k), *da = grad_weights_row(i, start_k);
-            for (int64_t j = keys.begin; j < keys.end; j += W) {
-              vfloat f = phi.value(load(stored + j));
-              vfloat phi_da = f * load(da + j);
-              // dA of a key that the row does not see may overflow.
-              phi_da_sum[i] += f == 0.0f ? vfloat{} : phi_da;
-              if constexpr (Phi::has_zeros) n_positive[i] += f == 0.0f ? vfloat{} : splat(1.0f);
-            }
+            auto add_keys = [&](auto take_phi) {
+              for (int64_t j = keys.begin; j < keys.end; j += W) {
+                vfloat f = phi.value(load(stored + j));
+                vfloat phi_da = (take_phi ? f : f * block.weight_scale[i]) * load(da + j);
+                // dA of a key that the row does not see may overflow.
+                phi_da_sum[i] += f == 0.0f ? vfloat{} : phi_da;
+                if constexpr (Phi::has_zeros) n_positive[i] += f == 0.0f ? vfloat{} : splat(1.0f);
+              }
+            };
+            block.sums_take_phi(i) ? add_keys(std::true_type{}) : add_keys(std::false_type{});
           });
       }
     if (++tiles % TILES_PER_SUM == 0)
@@ -48,7 +52,7 @@ inline void RowGradients<Phi>::compute_dense_grad_weights() {
   });
   for (int64_t r = 0; r < block.n_rows && params.normaliser == L1; ++r) {
     phi_da_total[r].add(phi_da_sum[r]);
-    delta[r] = float(phi_da_total[r].total()) * block.weight_scale[r];
+    delta[r] = float(phi_da_total[r].total()) * (block.sums_take_phi(r) ? block.weight_scale[r] : 1.0f);
     // Where phi underflows, this count misses keys. laser_backward() has counted them by log u.
     if (!has_exact[r]) single_key[r] = Phi::has_zeros && reduce_sum(n_positive[r]) == 1.0f;
     double exact_delta = 0.0;  // sum of exact_terms

@@ -6,9 +6,9 @@
 namespace softfocus {
 
 // Number of lists that are made before any of them is used, so that no loop waits for a length that
-// was just computed. They are the lists of LISTS rows of one tile, or in decoding of one row in
-// LISTS tiles. Together with prefetching the next tile's values this reduced the time of the
-// forward by a third. Other numbers were not measured.
+// was just computed. They are the lists of LISTS rows of one tile, or in decoding without LASER of
+// one row in LISTS tiles. Together with prefetching the next tile's values this reduced the time of
+// the forward by a third. Other numbers were not measured.
 constexpr int64_t LISTS = 16;
 static_assert(BLOCK_Q % LISTS == 0, "add_live_tiles() takes LISTS rows of arrays [BLOCK_Q] at a time");
 

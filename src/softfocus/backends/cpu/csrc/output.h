@@ -129,7 +129,8 @@ class BlockOutput {
     });
   }
 
-  // In decoding each value is read only once. It is therefore read in place in every dtype.
+  // In decoding a query head reads each value only once. It is therefore read in place in every
+  // dtype.
   static bool values_in_place(const RowBlock<Phi>& block) {
     const Params& params = block.params;
     return !block.key_data->packed && !params.laser && block.key_data->nonfinite_values.empty() &&
@@ -148,10 +149,13 @@ class BlockOutput {
       int64_t depth = std::min(strip_keys.end, end) - strip_keys.begin,
               strip_rows = std::min<int64_t>(MR, block.n_rows - r);
       const float* a = block.tile_row(r, start_k) + strip_keys.begin;  // [strip_rows, BLOCK_K]
-      if (!block.products_read_stored()) {
+      bool read_stored = true;
+      for (int64_t i = 0; i < strip_rows; ++i) read_stored &= block.products_read_stored(r + i);
+      if (!read_stored) {
         for (int64_t i = 0; i < strip_rows; ++i)
           block.with_row_phi(r + i, [&](auto phi) {
-            vfloat scale = splat(block.weight_scale[r + i]);
+            // A row's output does not depend on the other rows of its strip.
+            vfloat scale = splat(block.products_read_stored(r + i) ? 1.0f : block.weight_scale[r + i]);
             for (int64_t j = 0; j < strip_keys.end - strip_keys.begin; j += W)
               store(weights + i * BLOCK_K + j, phi.value(load(a + i * BLOCK_K + j)) * scale);
             if (block.params.drop_below) block.apply_dropout(r + i, strip_keys, weights + i * BLOCK_K);
@@ -181,7 +185,7 @@ class BlockOutput {
       factor = std::numeric_limits<float>::quiet_NaN();  // u and its sum may be finite
     else if (block.params.reweighted)
       factor = (inverse_power_sum[r] = power_sum == 0.0f ? 1.0f : 1.0f / power_sum) * block.dropout.keep_scale;
-    else if (block.products_read_stored())
+    else if (block.products_read_stored(r))
       factor = block.weight_scale[r];
     float* row = out + r * block.padded_value_dim;
     for (int64_t d = 0; d < block.padded_value_dim; d += W) store(row + d, load(row + d) * factor);

@@ -48,7 +48,7 @@ struct KeyHeadData {
            !contiguous_float_rows(params.value, params.dtype, params.value_dim);
   }
 
-  // Bytes of the large buffers, without padding
+  // Bytes of the large buffers, without padding, except that D is rounded up to 32 for AMX
   static int64_t bytes(const Params& params, bool backward) {
     // Floats per key; AMX's keys have half the size.
     int64_t key_columns = uses_amx(params) ? round_up(params.head_dim, AMX_DIMS) / 2 : params.head_dim;

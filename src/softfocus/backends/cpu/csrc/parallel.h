@@ -87,8 +87,8 @@ inline bool pack_key_heads(const Params& params, std::vector<KeyHeadData>& key_d
   std::vector<std::vector<ValueIndex>> nonfinite(n * parts), large(n * parts);
   bool done = parallel_for(params.threads, n * parts, [&](int64_t item) {
     KeyHeadData& key_data = key_data_at_once[item / parts];
-    int64_t head_index = first + item / parts;  // of all B * Hk
-    int64_t b = head_index / params.key_heads, key_head = head_index % params.key_heads;
+    int64_t key_head_index = first + item / parts;  // of all B * Hk
+    int64_t b = key_head_index / params.key_heads, key_head = key_head_index % params.key_heads;
     int64_t start = item % parts * PACK_KEYS, stop = std::min(start + PACK_KEYS, params.key_length);
     pack_keys(params, key_data, b, key_head, start, stop);
     pack_values(params, key_data, b, key_head, start, stop, backward && !params.reweighted, nonfinite[item],

@@ -8,9 +8,10 @@
 //     A_j = value(stored_j) * weight_scale      or, re-weighted,
 //     u_j = (value(stored_j) - threshold) * inverse_spread
 //     A_j = u_j^p / sum u^p  where u_j > live_threshold, else 0
-// A tied row is computed as a re-weighted row with threshold 0, inverse_spread 1 and p = 1: its u
-// is phi, and it keeps its l1 weights. A non-finite row, whose norm is NaN or infinite, is computed
-// in the same way. A row without weights (MIN_ROW_SUM) has inverse_spread 0: all its u are 0.
+// A tied row is computed as a re-weighted row with threshold 0 and p = 1, so that it keeps its l1
+// weights. Its inverse_spread is the power of two that brings its largest u into [1, 2); a power of
+// two rounds no weight. A non-finite row, whose norm is NaN or infinite, has threshold 0, p = 1 and
+// inverse_spread 1. A row without weights (MIN_ROW_SUM) has inverse_spread 0: all its u are 0.
 #pragma once
 
 #include <algorithm>
@@ -30,9 +31,14 @@ namespace softfocus {
 // A row sum of phi below this counts as 0: the row has no weights, and its u and sum u^p are 0.
 //
 // A row with weights that is not tied has a spread of at least TIE_TOLERANCE * norm / N, so that
-// inverse_spread is finite for N up to 5e8. Its largest u is 1, and sum u^p is at least 1. In a
-// tied row sum u^p is norm.
+// inverse_spread is finite for N up to 5e8. Its largest u is 1, that of a tied row is in [1, 2).
+// sum u^p is at least 1.
 constexpr float MIN_ROW_SUM = 1e-25f;
+// If a row's norm is between these, sums over the row may take phi in place of the weights, and
+// weight_scale multiplies the sum. Otherwise phi times a number could overflow or underflow where
+// the weight times that number does not. Chosen, not measured. Norms of exp are from 1 to N, those
+// of softplus above 2e-9, where e^(s - m) is not stored.
+constexpr float SMALL_NORM = 1e-9f, LARGE_NORM = 1e9f;
 // Integer powers up to this are computed by squaring. Its own error is at most p units in the last
 // place; at p = 31 it was five. The rounding of u adds about p units whatever the method, thirty at
 // p = 31 (docs/performance.md). The limit itself is chosen, not measured.
@@ -188,13 +194,17 @@ class RowBlock : public BlockVisibility {
     f(Phi{});
   }
 
-  // Whether the products read the stored scores in place of the weights; weight_scale then
-  // multiplies the output. exp, and softplus in rows whose scores are all below EXP_TAIL, store
-  // e^(s - m), whose largest is 1. In other rows of softplus the largest phi is at least 2e-9. relu
-  // and relu6 store phi, too, but all phi of a row may be near MIN_ROW_SUM, and phi * v would lose
-  // small v: there phi is multiplied by weight_scale first.
-  bool products_read_stored() const {
-    return !params.drop_below && params.normaliser == L1 && (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>);
+  // With the l1 norm: whether sums over a row may take phi in place of the weights
+  bool sums_take_phi(int64_t r) const { return norm[r] >= SMALL_NORM && norm[r] <= LARGE_NORM; }
+
+  // For rows without re-weighting: whether the products read the stored scores of a row in place of
+  // its weights; weight_scale then multiplies the output. exp, and softplus in rows whose scores
+  // are all below EXP_TAIL, store e^(s - m). Other rows of softplus store phi. relu and relu6 store
+  // phi, too, but their products always read weights. A fully masked row stores zeros, so that its
+  // output is 0 in both ways.
+  bool products_read_stored(int64_t r) const {
+    return !params.drop_below && params.normaliser == L1 &&
+           (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>) && (sums_take_phi(r) || fully_masked[r]);
   }
 
   // One element of V, 0 where non-finite

@@ -1,5 +1,5 @@
 // Part of class RowBlock; included by row_block.h. Logarithms of u, for LASER's exact sums. Without
-// re-weighting and in tied rows u is the value of the stored score.
+// re-weighting u is the value of the stored score, in tied rows that times a power of two.
 #pragma once
 
 #include "row_block.h"

@@ -31,7 +31,7 @@ inline void RowBlock<Phi>::read_queries() {
       row_bias[r] = compute_row_bias(params, count[r]);
     }
     score_scale[r] = base_scale[r] * (params.head_scale ? params.head_scale[query_head] : 1.0f);
-    // A NaN that the elementary functions preserve (elementary.h)
+    // A NaN that exp_negative() propagates (elementary.h)
     if (std::isnan(score_scale[r])) score_scale[r] = std::numeric_limits<float>::quiet_NaN();
     dot_scale[r] *= score_scale[r];
     for (int64_t d = 0; d < padded_dim; ++d) scaled[d] = query[d] * score_scale[r];
@@ -254,7 +254,7 @@ inline vfloat RowBlock<Phi>::load_bias(int64_t r, int64_t j) const {
     int64_t key = key_begin + j + i;
     if (key < params.key_length) y[i] = from[key * x.stride[3]];
   }
-  // A NaN that the elementary functions preserve (elementary.h)
+  // A NaN that exp_negative() propagates (elementary.h)
   return y == y ? y : splat(std::numeric_limits<float>::quiet_NaN());
 }
 

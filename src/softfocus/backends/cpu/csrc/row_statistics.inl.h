@@ -13,7 +13,7 @@ inline void RowBlock<Phi>::finish_row(int64_t r) {
   // The values of a row that returns early below
   exp_tail[r] = false;
   threshold_on[r] = peak[r] = threshold[r] = live_threshold[r] = weight_scale[r] = 0.0f;
-  power[r] = inverse_spread[r] = 1.0f;  // with threshold 0 the row keeps its l1 weights
+  power[r] = inverse_spread[r] = 1.0f;
   if (fully_masked[r]) {
     maximum[r] = log_norm[r] = -INF;
     norm[r] = 0.0f;
@@ -42,7 +42,8 @@ inline void RowBlock<Phi>::finish_row(int64_t r) {
   if (params.reweighted) set_reweighting(r);
 }
 
-// Threshold, spread and power of a row. A tied row and a non-finite row keep threshold 0 and p = 1.
+// Threshold, spread and power of a row. A tied row and a non-finite row keep threshold 0 and p = 1:
+// their weights are those of the l1 norm.
 template <typename Phi>
 inline void RowBlock<Phi>::set_reweighting(int64_t r) {
   if (!std::isfinite(norm[r])) {
@@ -56,6 +57,7 @@ inline void RowBlock<Phi>::set_reweighting(int64_t r) {
   peak[r] = std::max(largest_phi * count[r] / norm[r] - threshold_on[r], 0.0f);
   if (peak[r] <= TIE_TOLERANCE) {
     threshold_on[r] = 0.0f;
+    inverse_spread[r] = std::ldexp(1.0f, -std::ilogb(largest_phi));
     return;
   }
   threshold[r] = threshold_on[r] * mean;

@@ -55,7 +55,8 @@ struct KeyRange {
 };
 
 // How much the masks leave visible of the part of a tile that is inside the window: nothing, some,
-// all. A tile that only the window cuts is FULL, because strip_range() clips each strip to it.
+// all. A tile that only the window cuts is FULL: strip_range() keeps what the window lets at least
+// one row of a strip see, and fully_seen() and convert_row() cut the rows.
 enum TileMask : uint8_t { EMPTY, PARTIAL, FULL };
 
 // A block of query rows and the keys that it sees. The offset j of a key counts from key_begin;
