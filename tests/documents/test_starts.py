@@ -206,3 +206,8 @@ def test_what_is_said_of_other_starts_is_measured():
     assert lead("0.02", far=False).value > 0
     softmax = {start: cell(groups["Softmax"], *HERE).loss for start, groups in on_text().items() if "Softmax" in groups}
     assert min(softmax, key=softmax.__getitem__) == "0.09"
+    half = [cell(by_row("starts")[f"softmax-{at}-half"], *HERE).loss for at in ("4", "6")]
+    same, best = cell(on_text()["0.0625"]["Softmax"], *HERE).values[0], by_seed("layouts", "Softmax", HERE)[0]
+    assert best < min(half) < same
+    text = "At 2e-3 Softmax has a loss of {:.3f} from 0.04 and of {:.3f} from 0.0625, above {:.3f} from 0.09 at 4e-3"
+    assert text.format(*half, best) in TEXT
