@@ -239,7 +239,7 @@ def store_results(
     # FlashAttention's does
     if not algebra.inputs_are_fp32 and algebra.normaliser == "l1" and not algebra.reweighted:
         dtype = inputs.value_operand.pointer.dtype.element_ty
-        weight_sum = weighting.rounded_sum(phi_sum, row_max, shift, algebra, dtype)
+        weight_sum = weighting.sum_with_largest_rounded(phi_sum, row_max, shift, algebra, dtype)
     if algebra.laser:
         lowest = tl.min(tl.where(dv_offsets[None, :] < inputs.value_dim, acc, float("inf")), 1)  # [BLOCK_Q]
         large = tl.zeros_like(weight_sum) + tl.max(has_large_value, 0)  # [BLOCK_Q]

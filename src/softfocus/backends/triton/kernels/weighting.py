@@ -51,7 +51,7 @@ def reciprocal_sum(phi_sum, algebra):
 
 
 @triton.jit
-def rounded_sum(phi_sum, row_max, shift, algebra, dtype):
+def sum_with_largest_rounded(phi_sum, row_max, shift, algebra, dtype):
     """The sum of phi [BLOCK_Q], with its largest term rounded as the product with values of
     ``dtype``, or with e^V, rounds it.
 
