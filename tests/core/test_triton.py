@@ -387,6 +387,28 @@ def test_rows_beside_a_marked_one_add_nothing_to_its_gradients(quiet, phi, power
     check(fused, OneMarkedRow(low), Mechanism(phi=phi, laser=True, power=power), SINGLE, device=DEVICE)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("phi", ["softplus", "relu"])
+def test_laser_with_a_learned_power_of_zero(quiet, phi):
+    """All keys above the threshold weigh the same. Every row is marked: it sees a large value. The
+    first three have no threshold, and relu is 0 on some of their keys.
+    """
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, 2, 20, 8, generator=generator) for _ in range(3)]
+    given[2][:, :, 0, 2] += 40
+    given += [torch.tensor([0.0, 1.5]), torch.zeros(1, 2, 20, 20)]
+    mechanism, results = Mechanism(phi=phi, power=3.0, laser=True), []
+    for backend, dtype in (("triton", SINGLE), ("tiled", SINGLE), ("reference", torch.float64)):
+        query, key, value, power, bias = (x.to(DEVICE, dtype).requires_grad_() for x in given)
+        out = attention(query, key, value, mechanism=mechanism, power=power, bias=bias, is_causal=True, backend=backend)
+        leaves = (query, key, value, power, bias)
+        grads = torch.autograd.grad(out, leaves, torch.linspace(-1, 1, 8, device=DEVICE, dtype=dtype).expand_as(out))
+        results.append([x.double() for x in (out, *grads)])
+    for *computed, want in zip(*results, strict=True):
+        for got in computed:
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
+
+
 def test_a_tied_row_of_subnormal_phi_has_gradients(quiet):
     """LASER, re-weighted. The squares of the scores are subnormal in float32, and 1 over them is
     infinite.

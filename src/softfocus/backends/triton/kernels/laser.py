@@ -169,6 +169,8 @@ def log_weights(s, row, inputs, algebra, h):
         log_u = tl.where(u > 0.0, tl.log(tl.where(u > 0.0, u, 1.0)), float("-inf"))
         log_u = tl.where(row.threshold == 0.0, log_f + tl.log(row.inverse_spread), log_u)
         log_reweighted = weighting.head_power(inputs, algebra, h) * log_u - tl.log(row.power_sum)
+        # A learned power may be 0, and 0 * -inf is NaN
+        log_reweighted = tl.where(log_u == float("-inf"), float("-inf"), log_reweighted)
         log_weight = tl.where(row.tied, log_weight, log_reweighted)
     return log_weight, log_u
 
