@@ -17,7 +17,7 @@ from softfocus.pointwise import POINTWISE
 SQUARING_LIMIT = 32
 _EXP_TAIL = -20.0
 _EXP_TAIL_DOUBLE = -36.0
-"""Below these softplus and sigmoid equal e^s: _EXP_TAIL within 1e-9 for float32, _EXP_TAIL_DOUBLE
+"""Below these softplus and sigmoid equal e^s: _EXP_TAIL within 3e-9 for float32, _EXP_TAIL_DOUBLE
 within rounding for float64.
 """
 

@@ -387,6 +387,28 @@ def test_rows_beside_a_marked_one_add_nothing_to_its_gradients(quiet, phi, power
     check(fused, OneMarkedRow(low), Mechanism(phi=phi, laser=True, power=power), SINGLE, device=DEVICE)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("phi", ["softplus", "relu"])
+def test_laser_with_a_learned_power_of_zero(quiet, phi):
+    """All keys above the threshold weigh the same. Every row is marked: it sees a large value. The
+    first three have no threshold, and relu is 0 on some of their keys.
+    """
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, 2, 20, 8, generator=generator) for _ in range(3)]
+    given[2][:, :, 0, 2] += 40
+    given += [torch.tensor([0.0, 1.5]), torch.zeros(1, 2, 20, 20)]
+    mechanism, results = Mechanism(phi=phi, power=3.0, laser=True), []
+    for backend, dtype in (("triton", SINGLE), ("tiled", SINGLE), ("reference", torch.float64)):
+        query, key, value, power, bias = (x.to(DEVICE, dtype).requires_grad_() for x in given)
+        out = attention(query, key, value, mechanism=mechanism, power=power, bias=bias, is_causal=True, backend=backend)
+        leaves = (query, key, value, power, bias)
+        grads = torch.autograd.grad(out, leaves, torch.linspace(-1, 1, 8, device=DEVICE, dtype=dtype).expand_as(out))
+        results.append([x.double() for x in (out, *grads)])
+    for *computed, want in zip(*results, strict=True):
+        for got in computed:
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
+
+
 def test_a_tied_row_of_subnormal_phi_has_gradients(quiet):
     """LASER, re-weighted. The squares of the scores are subnormal in float32, and 1 over them is
     infinite.
@@ -642,6 +664,42 @@ def test_statistics_in_float16(quiet, name):
     for field in ("count", "maximum", "log_norm"):
         # phi's polynomial of float16 is exact to 2^-17, and scores are made in float32
         torch.testing.assert_close(getattr(got, field).double(), getattr(exact, field), rtol=2.0**-17, atol=2.0**-17)
+
+
+@pytest.mark.parametrize(("phi", "finite"), [(44e3, True), (46e3, False)])
+def test_where_softplus_overflows_float16(quiet, phi, finite):
+    """docs/limitations.md: where it exceeds about 45,000. softplus of such a score is the score."""
+    query, key, value = (
+        torch.randn(1, 1, n, 16, generator=torch.Generator().manual_seed(n)).to(DEVICE, HALF) for n in (17, 20, 21)
+    )
+    key[0, 0, 5], query[..., 0], key[0, 0, 5, 0] = 0.0, 200.0, phi / 200
+    mechanism = Mechanism(phi="softplus", scale="1")
+    for backend in ("triton", "tiled"):
+        out = attention(query, key, value[:, :, :20], mechanism=mechanism, backend=backend)
+        assert out.isfinite().all() == (finite or backend == "tiled")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("phi", "derivative", "size", "finite"),
+    [("softplus", 0.5, 0.2, True), ("softplus", 0.5, 1.1, False), ("sigmoid", 0.25, 1.1, False), ("exp", 1, 4.0, True)],
+)
+def test_where_gradients_overflow_float16(quiet, phi, derivative, size, finite):
+    """docs/limitations.md: where |dL/dA - delta| phi' exceeds 65504, for keys a quarter of that.
+    Here that product is ``size`` times 65504: scores and delta are near 0.
+    """
+    generator = torch.Generator().manual_seed(0)
+    query, key = (0.01 * torch.randn(1, 1, 64, 16, generator=generator) for _ in range(2))
+    value = (size * 65504 / derivative / 16) ** 0.5 * torch.tensor([1.0, -1.0]).repeat(32)
+    value = value[None, None, :, None].expand(1, 1, 64, 16)
+    for backend in ("triton", "tiled"):
+        leaves = [x.to(DEVICE, HALF).requires_grad_() for x in (query, key, value)]
+        out = attention(*leaves, mechanism=Mechanism(phi=phi), backend=backend)
+        grads = torch.autograd.grad(out, leaves, torch.full_like(out, value[0, 0, 0, 0].item()))
+        assert out.isfinite().all()
+        for grad in grads[:2]:
+            assert grad.isfinite().all() == (finite or backend == "tiled")
+        assert grads[2].isfinite().all()
 
 
 def test_gradients_of_keys_beside_a_tiny_query(quiet):

@@ -1,5 +1,5 @@
-"""LASER's log(A exp(V)) for a tile: a product, and sums of logarithms where a product cannot be
-exact. Exactly causal: a later value changes no bit of a row.
+"""LASER's log(A exp(V)) for a tile: a product, and a log-sum-exp where a product cannot be exact.
+Exactly causal: a later value changes no bit of a row.
 
 In shapes R counts the rows of all query heads of a group, G * R of ``Tile``.
 """
@@ -206,7 +206,9 @@ class ShiftedExponential:
         return total, exact & (weights != 0).any(-1, keepdim=True) & ~total.isnan()
 
     def _move(self, keys: slice, seen_by_all: Tensor | slice | None) -> None:
-        """Moves M where a tile's keys are too far from it. Computes exp(V - M) if M is new."""
+        """Moves M in the columns whose maximum is more than SHIFT_TOLERANCE from it. Computes
+        exp(V - M) if M is new.
+        """
         seen = self.value[..., keys, :]
         if isinstance(seen_by_all, slice):
             seen = seen[..., seen_by_all, :]

@@ -19,8 +19,8 @@ TILE_ELEMENTS = 1 << 18
 second-level cache.
 """
 MAX_TILE_ELEMENTS = 1 << 23
-"""The largest number of scores of a tile: 32 MiB of float32. Tiles of longer rows have fewer rows,
-down to one.
+"""The largest number of scores of a tile of several rows: 32 MiB of float32. Tiles of longer rows
+have fewer rows, down to one.
 """
 
 
@@ -64,7 +64,9 @@ class Tile:
 
 
 def chunks(call: Call) -> Iterator["Chunk"]:
-    """Divides batches and key heads into chunks whose tiles have about TILE_ELEMENTS scores."""
+    """Divides batches and key heads into chunks whose tiles have about TILE_ELEMENTS scores. Tiles
+    with long rows have up to MAX_TILE_ELEMENTS, or one row of each head of a group.
+    """
     visibility = call.visibility
     if call.query.numel() == 0 or call.key.size(2) == 0:
         return

@@ -17,7 +17,8 @@ ROW_VECTORS = (9, 11)
 below, and with LASER the two of its EXACT variant. Index 0: without LASER. Index 1: with LASER.
 
 The other kernels load them for each tile. In key_gradients a row vector [BLOCK_Q] lies along the
-tile's second dimension. Each row vector then takes as many registers as one tile row.
+tile's second dimension. There each thread holds an element for each of its columns of the tile, as
+many as of a tile row. Each row vector then takes as many registers as one tile row.
 ``load_row_vectors`` therefore loads only those that the algebra needs.
 """
 MEAN_GRAD, PRODUCT_SCALE, ROW_BIAS, SHIFT, THRESHOLD, INVERSE_SPREAD, WEIGHT_FACTOR, GRAD_FACTOR, DELTA = (
@@ -80,9 +81,9 @@ def load_delta(grad_out, outputs, inputs, algebra, b, h, q_offsets, blocks):
 
 @triton.jit
 def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active, EXACT: tl.constexpr):
-    """The row vectors [BLOCK_Q] that query_gradients wrote, 0 in rows that are not active:
-    (mean_grad, product_scale, row_bias, GradientRow). EXACT needs no other field of GradientRow
-    than delta and ``grad_factor``.
+    """The row vectors [BLOCK_Q] that query_gradients wrote: (mean_grad, product_scale, row_bias,
+    GradientRow). In rows that are not active they are 0, except a shift that is loaded: it is inf,
+    for softplus 0. EXACT needs no other field of GradientRow than delta and ``grad_factor``.
 
     ``product_scale`` is in the score unit, and ``grad_factor`` is divided by that unit. Both are
     factors of grad_key. Scores need ``product_scale`` alone.

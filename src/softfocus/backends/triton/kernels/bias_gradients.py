@@ -84,7 +84,7 @@ def bias_gradients(
                             log_weights, tl.zeros_like(s), None, grad_out, outputs, inputs, b, h, q_offsets, active,
                             k_offsets, 1, blocks,
                         )  # fmt: skip
-                        _grad_log_weight, grad_u, derivative = laser.gradients_of_marked(
+                        _grad_log_numerator, grad_u, derivative = laser.gradients_of_marked(
                             s, exact_terms, exact, inputs, algebra, h
                         )
                     else:

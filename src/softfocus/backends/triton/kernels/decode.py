@@ -12,7 +12,8 @@ and load them without padding, so that each thread has numbers of its own. The b
 Lk] holds in turn dot products (from ``_store_products``), scores (from ``statistics``), and weights
 that are not normalised yet (from ``statistics``, or of re-weighted rows from ``weights``). The
 product with the values loads the weights. Each of these accesses takes 4 bytes per score, while a
-key has hundreds of bytes.
+key has hundreds of bytes. Threads exchange scores through that buffer. ``tl.debug_barrier`` is the
+barrier between their stores and the loads that follow.
 
 In shapes ROWS_STORED is the number of rows, rounded up to a power of two. BLOCK_Q is ROWS_STORED,
 but at least 16. For a single row it is 1 in float32, which does not use tensor cores, and in

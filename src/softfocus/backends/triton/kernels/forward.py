@@ -125,9 +125,10 @@ def online_statistics(s, scaled_dots, row_max, smallest_scaled_dot, shift, phi_s
 def two_sum(total, error, x):
     """total + x, and ``error`` plus what that addition rounds off (Knuth's TwoSum).
 
-    A running sum over n equal tiles has a relative error of up to n 2^-25, always the same way.
-    With 64 keys per tile and 70,000 keys this exceeds TIE_TOLERANCE: a row of equal scores would no
-    longer be tied, and its gradients would be divided by a spread that is only rounding.
+    A running sum over n equal tiles has a relative error of up to n 2^-25, and all roundings may
+    have the same sign. With 64 keys per tile and 70,000 keys this exceeds TIE_TOLERANCE: a row of
+    equal scores would no longer be tied, and its gradients would be divided by a spread that is
+    only rounding.
     """
     result = total + x
     added = result - total
@@ -229,7 +230,8 @@ def store_results(
     needs_exact, has_large_value, blocks,
 ):  # fmt: skip
     """Store ``outputs``, from acc [BLOCK_Q, BLOCK_DV] and vectors [BLOCK_Q]; ``row_heads``
-    [BLOCK_Q] are the query heads of the rows.
+    [BLOCK_Q] are the query heads of the rows. ``has_large_value`` has any length; its maximum
+    counts.
     """
     mask = q_offsets < inputs.query_length
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
@@ -239,7 +241,7 @@ def store_results(
     # FlashAttention's does
     if not algebra.inputs_are_fp32 and algebra.normaliser == "l1" and not algebra.reweighted:
         dtype = inputs.value_operand.pointer.dtype.element_ty
-        weight_sum = weighting.rounded_sum(phi_sum, row_max, shift, algebra, dtype)
+        weight_sum = weighting.sum_with_largest_rounded(phi_sum, row_max, shift, algebra, dtype)
     if algebra.laser:
         lowest = tl.min(tl.where(dv_offsets[None, :] < inputs.value_dim, acc, float("inf")), 1)  # [BLOCK_Q]
         large = tl.zeros_like(weight_sum) + tl.max(has_large_value, 0)  # [BLOCK_Q]
@@ -253,7 +255,7 @@ def store_results(
         # exp_out [BLOCK_Q, BLOCK_DV] is A e^V; NaN where phi_sum is
         exp_out = acc * (weighting.reciprocal_sum(weight_sum, algebra) + (phi_sum - phi_sum))[:, None]
         # exp_out becomes 1 (log 1 = 0) in rows without weight, in padding columns, and where it
-        # underflowed; the last rows are marked
+        # underflowed. Rows where it underflowed are marked, and EXACT replaces them
         exp_out = tl.where((weight_sum[:, None] == 0.0) | (exp_out <= 0.0), 1.0, exp_out)
         loading.store_like_out(outputs.residual, b, row_heads, q_offsets, mask, exp_out, inputs, blocks)
         acc = log2(exp_out, algebra.terms) * LN2

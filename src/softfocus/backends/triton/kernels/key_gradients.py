@@ -91,7 +91,7 @@ def key_gradients(
                         log_weights, tl.zeros_like(s), value_sum, grad_out, outputs, inputs, b, h, q_offsets, active,
                         k_offsets, 0, blocks,
                     )  # fmt: skip
-                    _grad_log_weight, grad_u, derivative = laser.gradients_of_marked(
+                    _grad_log_numerator, grad_u, derivative = laser.gradients_of_marked(
                         s, exact_terms, exact, inputs, algebra, h
                     )
                 else:

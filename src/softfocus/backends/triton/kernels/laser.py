@@ -169,22 +169,25 @@ def log_weights(s, row, inputs, algebra, h):
         log_u = tl.where(u > 0.0, tl.log(tl.where(u > 0.0, u, 1.0)), float("-inf"))
         log_u = tl.where(row.threshold == 0.0, log_f + tl.log(row.inverse_spread), log_u)
         log_reweighted = weighting.head_power(inputs, algebra, h) * log_u - tl.log(row.power_sum)
+        # A learned power may be 0, and 0 * -inf is NaN
+        log_reweighted = tl.where(log_u == float("-inf"), float("-inf"), log_reweighted)
         log_weight = tl.where(row.tied, log_weight, log_reweighted)
     return log_weight, log_u
 
 
 @triton.jit
 def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
-    """dL/d(log A) = A (dL/dA - delta), g and phi' of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K,
-    BLOCK_Q], from scores and ``exact_terms`` = A dL/dA.
+    """dL/d(log r) = A (dL/dA - delta), g and phi' of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K,
+    BLOCK_Q], from scores and ``exact_terms`` = A dL/dA. r is the unnormalised weight: f or u^p.
 
     It does the work of ``weighting.weights_and_gradients``, but from A dL/dA, which is finite even
-    where A underflows and dL/dA overflows. With A ~ (f - threshold)^p,
+    where A underflows and dL/dA overflows. With r ~ (f - threshold)^p,
 
-        d log A / ds = p phi' / (f - threshold),
+        d log r / ds = p phi' / (f - threshold),
 
-    where the quotient may be 0 / 0: there it is phi' / phi. g is dL/d(log A) p / (f - threshold).
-    It includes all factors of the row.
+    where the quotient may be 0 / 0: there it is phi' / phi. Here phi' has the factors 2^-shift and
+    ``phi_unit``, as f has. g is dL/d(log r) p / (f - threshold). It includes all factors of the
+    row.
     """
     f = algebra.phi.value(s, row.shift, algebra)
     # derivative includes phi_unit here, unlike in weights_and_gradients
@@ -205,13 +208,13 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
         weight = tl.where(row.tied, weight, weighting.u_to_the_power(u, inputs, algebra, h, 0) / row.power_sum)
         above_threshold = tl.where(row.tied, f, tl.maximum(f - row.threshold, 0.0))
         power = tl.where(row.tied, 1.0, weighting.head_power(inputs, algebra, h))
-    grad_log_weight = tl.where(row.one_key, 0.0, exact_terms - weight * row.delta)
+    grad_log_numerator = tl.where(row.one_key, 0.0, exact_terms - weight * row.delta)
     vanished = above_threshold <= small
-    grad_u = grad_log_weight * power / tl.where(vanished, 1.0, above_threshold)
-    # A key below the threshold has above_threshold = 0 and grad_log_weight = 0. It must keep phi',
-    # which multiplies mean_grad
-    derivative = tl.where(vanished & (grad_log_weight != 0.0), algebra.phi.log_derivative(s), derivative)
-    return grad_log_weight, grad_u, derivative
+    grad_u = grad_log_numerator * power / tl.where(vanished, 1.0, above_threshold)
+    # A key below the threshold has above_threshold = 0 and grad_log_numerator = 0. It must keep
+    # phi', which multiplies mean_grad
+    derivative = tl.where(vanished & (grad_log_numerator != 0.0), algebra.phi.log_derivative(s), derivative)
+    return grad_log_numerator, grad_u, derivative
 
 
 @triton.jit

@@ -136,7 +136,7 @@ def _positive_part(s):
 
 @triton.jit
 def _floor_log2(x):
-    """floor(log2 x) for a finite x > 0, else 0."""
+    """floor(log2 x) for a normal x > 0, -127 for a subnormal one, else 0."""
     bits = (x.to(tl.int32, bitcast=True) >> 23) - 127
     return tl.where((x > 0.0) & (x < float("inf")), bits.to(tl.float32), 0.0)
 
@@ -166,7 +166,7 @@ def _shifted(f, shift, algebra):
 
 @triton.jit
 def _if_small(row_max, shift):
-    """``shift``, which is log2 phi(row_max), if -inf < row_max < SHIFT_BELOW; else 0."""
+    """``shift``, log2 f(row_max) without a shift, if -inf < row_max < SHIFT_BELOW; else 0."""
     return tl.where((row_max < SHIFT_BELOW) & (row_max > float("-inf")), shift, 0.0)
 
 

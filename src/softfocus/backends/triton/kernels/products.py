@@ -34,8 +34,8 @@ def to_operand_dtype(x, dtype, IN_TF32: tl.constexpr):
     stored as float32. tf32 has as many bits of significand as float16.
 
     Tensor cores ignore the 13 low bits of a float32 operand of a tf32 product. Without the rounding
-    they would truncate it towards zero. A row's sum and delta must be computed from what is
-    multiplied, which this function returns.
+    they would truncate it towards zero. LASER's delta, and the largest term of the sum that divides
+    the output, are computed from the rounded operand.
     """
     if IN_TF32:
         x = _rounded_to_tf32(x.to(tl.float32))
@@ -66,8 +66,9 @@ def dot_weights(weights, x, algebra, blocks):
     """The product of weights and x: values or e^V in the forward, grad_out in key_gradients.
 
     It is [BLOCK_Q, BLOCK_K] times [BLOCK_K, BLOCK_DV], or in key_gradients [BLOCK_K, BLOCK_Q] times
-    [BLOCK_Q, BLOCK_DV]. A float16 call multiplies in tf32 where float16 might overflow: where
-    weights do not sum to one (no l1 norm), and for LASER, whose x is e^V or dL/d(A e^V).
+    [BLOCK_Q, BLOCK_DV]. A float16 call multiplies in tf32 without an l1 norm, where weights do not
+    sum to one, and for LASER, whose x is e^V or dL/d(A e^V). In other calls float16 overflows where
+    f of softplus exceeds 65504, without re-weighting or in a tied row (docs/limitations.md).
     """
     IN_TF32: tl.constexpr = algebra.inputs_are_fp16 and (algebra.laser or algebra.normaliser != "l1")
     weights = to_operand_dtype(weights, x.dtype, IN_TF32)
@@ -81,8 +82,10 @@ def dot_grad_scores(grad_scores, x, algebra, blocks):
     """The product of dL/ds, as the caller scales it, and x: keys, or queries in key_gradients.
 
     It is [BLOCK_Q, BLOCK_K] times [BLOCK_K, BLOCK_D], or in key_gradients [BLOCK_K, BLOCK_Q] times
-    [BLOCK_Q, BLOCK_D]. A float16 call multiplies in tf32 where float16 might overflow: without an
-    l1 norm, and for the relu family, whose phi' 2^-shift is huge in a row of tiny scores.
+    [BLOCK_Q, BLOCK_D]. A float16 call multiplies in tf32 without an l1 norm, and for the relu
+    family, whose phi' 2^-shift is huge in a row of tiny scores. For softplus and sigmoid float16
+    overflows where |dL/dA - delta| phi' exceeds 65504 (docs/limitations.md). Callers also multiply
+    by one mantissa or two, together below 4.
     """
     IN_TF32: tl.constexpr = algebra.inputs_are_fp16 and (algebra.phi.has_zeros or algebra.normaliser != "l1")
     grad_scores = to_operand_dtype(grad_scores, x.dtype, IN_TF32)

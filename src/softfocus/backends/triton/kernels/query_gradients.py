@@ -85,7 +85,7 @@ def query_gradients(
     grad_sum = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_D], tl.float32)
     derivative_sum = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_D], tl.float32)
     grad_u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)  # sum_j g
-    log2_u_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)  # sum_j A (dL/dA - delta) log2 u
+    grad_power_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)  # sum_j A (dL/dA - delta) log2 u
     for IS_PARTIAL in tl.static_range(1, -1, -1):  # partial tiles first; any order would do
         for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, IS_PARTIAL)):
             k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)  # [BLOCK_K]
@@ -94,14 +94,14 @@ def query_gradients(
                 query, inputs, algebra, masks, b, h, q_offsets, k_offsets, product_scale, row_bias, IS_PARTIAL, blocks
             )
             # All [BLOCK_Q, BLOCK_K]: grad_weights, grad_u, derivative, log2_u, and
-            # grad_log_weight = dL/d(log A) = A (dL/dA - delta)
+            # grad_log_numerator = A (dL/dA - delta), the gradient of the log of f or u^p
             if EXACT:
                 log_weights, log_u = laser.log_weights(s, exact, inputs, algebra, h)
                 exact_terms, _unused = laser.add_exact_terms(
                     log_weights, tl.zeros_like(s), None, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets,
                     1, blocks,
                 )  # fmt: skip
-                grad_log_weight, grad_u, derivative = laser.gradients_of_marked(
+                grad_log_numerator, grad_u, derivative = laser.gradients_of_marked(
                     s, exact_terms, exact, inputs, algebra, h
                 )
                 log2_u = tl.where(log_u > float("-inf"), log_u, 0.0) / LN2
@@ -115,7 +115,7 @@ def query_gradients(
                 weights, grad_u, derivative, u = weighting.weights_and_gradients(
                     s, grad_weights, tile_row, inputs, algebra, h
                 )
-                grad_log_weight = weights * (grad_weights - tile_row.delta)
+                grad_log_numerator = weights * (grad_weights - tile_row.delta)
                 log2_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
             if IS_PARTIAL:
                 grad_u = tl.where(visible, grad_u, 0.0)  # masked scores: phi' is 0, but grad_u may be NaN
@@ -144,10 +144,10 @@ def query_gradients(
                 derivative_sum += tile_sum
                 grad_u_sum += tl.sum(grad_u, 1)
                 if grad_power is not None:
-                    terms = grad_log_weight * log2_u
+                    terms = grad_log_numerator * log2_u
                     if IS_PARTIAL:
                         terms = tl.where(visible, terms, 0.0)
-                    log2_u_sum += tl.sum(terms, 1)
+                    grad_power_sum += tl.sum(terms, 1)
 
     mean_grad = tl.zeros_like(grad_u_sum)  # [BLOCK_Q]
     if algebra.reweighted:
@@ -181,7 +181,7 @@ def query_gradients(
     row_starts = (tl.full([], 0, tl.int64) + tl.program_id(1)) * inputs.query_length
     if grad_power is not None:
         # 0 in tied rows. inverse_spread is NaN in a row that sees a NaN, whose share is NaN
-        share = tl.where(sees_a_key & ((row.inverse_spread < 0.0) == 0), log2_u_sum * LN2, 0.0)
+        share = tl.where(sees_a_key & ((row.inverse_spread < 0.0) == 0), grad_power_sum * LN2, 0.0)
         tl.store(grad_power + row_starts + q_offsets, share, mask=mask)
     if algebra.cosine or grad_head_scale is not None:
         pointers = (
@@ -190,17 +190,17 @@ def query_gradients(
             + d_offsets[None, :] * inputs.query.stride_d
         )
         query_bounds = (q_offsets[:, None] < inputs.query_length) & (d_offsets[None, :] < inputs.head_dim)
-        # What the keys are multiplied with, [BLOCK_Q, BLOCK_D]: q / |q| with cosine, else q
-        direction = loading.reload(pointers, query_bounds)
+        # d similarity / d k: q / |q| with cosine, else q; [BLOCK_Q, BLOCK_D]
+        similarity_query = loading.reload(pointers, query_bounds)
         if algebra.cosine:
-            direction, mantissa = norms.scaled_operand(direction, query_rnorm)
-            direction = direction.to(tl.float32) * mantissa[:, None]
-        grad_dot_query = tl.sum(grad_sum * direction.to(tl.float32), 1)  # [BLOCK_Q]
+            similarity_query, mantissa = norms.scaled_operand(similarity_query, query_rnorm)
+            similarity_query = similarity_query.to(tl.float32) * mantissa[:, None]
+        grad_dot_query = tl.sum(grad_sum * similarity_query.to(tl.float32), 1)  # [BLOCK_Q]
         if grad_head_scale is not None:
             share = grad_dot_query * scoring.base_scale(inputs, algebra, count)
             tl.store(grad_head_scale + row_starts + q_offsets, tl.where(sees_a_key, share, 0.0), mask=mask)
         if algebra.cosine:
-            grad_sum = (grad_sum - grad_dot_query[:, None] * direction) * query_rnorm[:, None]
+            grad_sum = (grad_sum - grad_dot_query[:, None] * similarity_query) * query_rnorm[:, None]
     grad_sum = tl.where(sees_a_key[:, None], grad_sum * score_scale[:, None], 0.0)
     tl.store(
         loading.head_pointer(grad_query, b, h)

@@ -51,7 +51,7 @@ def reciprocal_sum(phi_sum, algebra):
 
 
 @triton.jit
-def rounded_sum(phi_sum, row_max, shift, algebra, dtype):
+def sum_with_largest_rounded(phi_sum, row_max, shift, algebra, dtype):
     """The sum of phi [BLOCK_Q], with its largest term rounded as the product with values of
     ``dtype``, or with e^V, rounds it.
 
@@ -144,7 +144,7 @@ class GradientRow(NamedTuple):
         dL/dphi_s = grad_factor (g - mean_grad),   g = (dL/dA - delta) u^(p-1)
 
     mean_grad = o_i mean_j g_ij is not a field: query_gradients computes it, from all keys. In a
-    tile, dL/ds = dL/dphi_s phi'.
+    tile, dL/ds = dL/dphi_s phi' 2^-shift. ``Phi.derivative`` returns phi' 2^-shift.
 
     Attributes:
         shift: of phi, as in the forward; where ``algebra.shift_holds_norm`` the logsumexp, in the
@@ -155,9 +155,10 @@ class GradientRow(NamedTuple):
         inverse_spread: of re-weighted rows. It is negative in a tied row, which has p = 1 and
             u = phi |inverse_spread|, phi over the row's largest.
         weight_factor: 0 in fully masked rows.
-        grad_factor: 0 if one key has all the weight, so that rounding cannot change the gradient 0.
-            Not so without re-weighting for a phi with zeros, whose other keys may have large
-            gradients (relu' is 1).
+        grad_factor: 0 if one key has all the weight, so that rounding cannot change the gradient 0;
+            in re-weighted rows only if N = 1 or p >= LARGE_POWER. Not so without re-weighting for a
+            phi with zeros, whose other keys may have large gradients (relu' is 1). Without an l1
+            norm it is never 0.
         delta: sum_j A_ij dL/dA_ij, where the weights sum to one; else 0.
     """
 
@@ -247,11 +248,11 @@ def expanded(row, KEY_AXIS: tl.constexpr):
 
 @triton.jit
 def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
-    """A, g, phi' and u of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], from its scores and
-    dL/dA.
+    """A, g, phi' 2^-shift and u of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], from its
+    scores and dL/dA.
 
-    dL/ds = grad_factor (g - mean_grad) phi', where g is (dL/dA - delta) u^(p-1), without the
-    constants p / sum u^p of the row. The caller multiplies by grad_factor, which includes them.
+    dL/ds = grad_factor (g - mean_grad) phi' 2^-shift, where g is (dL/dA - delta) u^(p-1), without
+    the constants p / sum u^p of the row. The caller multiplies by grad_factor, which includes them.
     """
     f = algebra.phi.value(s, row.shift, algebra)
     derivative = algebra.phi.derivative(s, row.shift, algebra)
@@ -280,7 +281,8 @@ def rounding_step(rounded, algebra):
     The error is saved for delta, which is computed from the output: where one key dominates a row,
     dL/dA - delta is smaller than the output's rounding. 127 is the largest int8, so that an error
     of one ulp fits. GPUs round to nearest and err by half an ulp at most, but Triton's interpreter
-    truncates bfloat16.
+    truncates bfloat16. For a subnormal float16 output the step is computed as if it were normal: it
+    is smaller than an ulp / 127, and an error of more than 127 steps is saved as 0.
     """
     bits = rounded.to(tl.int32, bitcast=True) & 0x7F800000
     pow2 = bits.to(tl.float32, bitcast=True)
