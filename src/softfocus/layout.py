@@ -18,7 +18,7 @@ from softfocus.validation import mechanism_of
 REST = "*"
 """In a layout's keys: every layer that no other key chooses."""
 _LARGEST = 2**31 - 1
-"""Of heads and windows: torch's masks add positions to a window in 64 bits."""
+"""Of heads, and of a window: a mask adds positions to a window, which overflows near 2^63."""
 
 
 @dataclass(frozen=True, kw_only=True)

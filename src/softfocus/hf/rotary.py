@@ -124,7 +124,7 @@ def _with_base(rotary: nn.Module, base: float) -> nn.Module:
     other: nn.Module = kind(config)
     # Without the buffers of the bases of an earlier layout
     pairs = list(zip(rotary.buffers(recurse=False), other.buffers(recurse=False), strict=True))
-    if all(a.numel() == 1 for a, _ in pairs):
+    if pairs and all(a.numel() == 1 for a, _ in pairs):
         raise ValueError(f"rope_base: {kind.__name__} has one wavelength, which no base changes; leave it out")
     if own != {base} and all(not a.is_meta and torch.equal(a, b.to(a)) for a, b in pairs):
         raise ValueError(refusal)

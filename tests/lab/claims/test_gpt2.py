@@ -270,6 +270,7 @@ def test_every_recipe_runs_under_torchrun(base: str, here: Path, tmp_path: Path)
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
+        timeout=600,  # processes that wait for one another
     )
     assert done.returncode == 0, done.stderr
     info = load_run(tmp_path / "run")

@@ -51,7 +51,8 @@ def work(
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
         for job in jobs:
             job.log.touch()
-    with owning(folder), Screen(console, jobs, workers) as screen:
+    at_once = max(1, min(workers, sum(job.status == "waiting" for job in jobs)))
+    with owning(folder), Screen(console, jobs, at_once) as screen:
         WorkerPool(workers, overwrite, screen, processes).run([job for job in jobs if job.status == "waiting"])
 
 
