@@ -1,7 +1,7 @@
 """Every shipped recipe trains, with its own model and mechanisms, on little data.
 
-../evaluate/test_recall.py trains those of generated tasks. `gpt2-124m` and the recipes of the same size need
-data that a user fetches: test_gpt2_recipe.py and the dry runs of the claims have them.
+../evaluate/test_recall.py trains those of generated tasks. `gpt2-124m` and the recipes of the same
+size need data that a user fetches: test_gpt2_recipe.py and the dry runs of the claims have them.
 """
 
 from pathlib import Path
