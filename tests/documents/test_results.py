@@ -31,8 +31,6 @@ def test_every_committed_comparison_can_be_read(path):
         assert loss_table(report.groups).row_count > 0
 
 
-RESTATED = {("global-heads", "local-s0"), ("global-heads", "no-pair-head-s0")}
-"""Runs whose row has been written in another way since, with layers of the same heads."""
 COMMITTED = {name for name in study.shipped() if (RESULTS / name / "results.json").exists()}
 
 
@@ -51,8 +49,7 @@ def test_what_was_trained_is_what_the_row_of_the_study_says(name):
         trained = Recipe.model_validate(tomllib.loads(run["recipe"]))
         assert trained.model.label == row.model.label, row.name
         assert row.model.label.startswith(run["info"]["mechanism"]), row.name  # then what no layer may run
-        if (name, row.name) not in RESTATED:
-            assert trained.model.groups == row.model.groups, row.name
+        assert trained.model.groups == row.model.groups, row.name
         assert trained.model.architecture == row.model.architecture, row.name
         assert trained.model.config == row.model.config, row.name
         assert trained.data == row.data, row.name

@@ -14,7 +14,7 @@ import softfocus
 import softfocus.hf
 from softfocus import catalog
 from softfocus.lab import model as models
-from softfocus.lab.errors import LabError
+from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.recipes.loading import load, shipped
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.train.run import train
@@ -185,8 +185,14 @@ def test_a_layer_of_a_layout_and_a_mechanism_replace_those_of_the_base(tmp_path:
     model = load(tmp_path / "b.toml").model
     assert model.mechanism == {"phi": "softplus"}
     assert model.layout == {"0": {"window": 4}, "1": {"window": 16}}
-    one_key = load(tmp_path / "a.toml", ["model.layout.0.window=4"]).model
-    assert one_key.layout["0"] == {"mechanism": "lssa", "window": 4}
+    for key in ("model.layout.0.window", 'model.layout."0".window'):
+        assert load(tmp_path / "a.toml", [f"{key}=4"]).model.layout["0"] == {"mechanism": "lssa", "window": 4}
+    assert load("demo-hybrid", ["model.layout.0::2.window=32"]).model.layout["0::2"]["window"] == 32
+    assert load("demo", ["model.layout.*.window=32"]).model.layout == {"*": {"window": 32}}
+    with pytest.raises(UsageError, match=r"model.layout has no '1', but '0', '2', '\*'; choose one of these"):
+        load("demo-global-heads", ["model.layout.1.window=4"])
+    with pytest.raises(UsageError, match=r"model.layout.0 is a list of groups of heads; set all that these layers"):
+        load("demo-global-heads", ["model.layout.0.window=4"])
 
 
 def test_a_circle_of_bases_is_refused(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def train(
     begins = resume and not (folder / RUN).exists()
     # torchrun and accelerate number their processes; only the first one speaks
     with Display("steps", quiet=quiet or os.environ.get("RANK", "0") != "0") as display:
+        if chosen.model.layout and not quiet:  # which may be another one than its writer thinks
+            say(display.console, f"{chosen.name}: {chosen.model.label}")
         if begins:
             say(display.console, f"{folder} holds no run to resume: training begins at step 0")
         info = train(chosen, folder, resume=resume, overwrite=overwrite, progress=display)

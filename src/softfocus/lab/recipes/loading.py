@@ -164,7 +164,9 @@ def _override(values: dict[str, Any], override: str) -> None:
         value = found["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()  # so that --set model.mechanism=lssar needs no quotes inside quotes
-    *tables, last = key.strip().split(".")
+    *tables, last = _segments(key.strip())
+    if tables[:2] == ["model", "layout"] and len(tables) == 3:
+        _check_layer(values, tables[2], override)
     for table in tables:
         values = values.setdefault(table, {})
         if not isinstance(values, dict):
@@ -172,6 +174,39 @@ def _override(values: dict[str, Any], override: str) -> None:
                 f"--set {override!r}: {table!r} is a value, not a table", "write it like --set train.steps=100"
             )
     values[last] = value
+
+
+def _segments(key: str) -> list[str]:
+    """The parts of a key with dots, as TOML reads it, and with parts that TOML would want in quotes
+    (`model.layout.0::2.window`).
+    """
+    try:
+        values: Any = tomllib.loads(f"{key} = 0")
+    except tomllib.TOMLDecodeError:
+        return key.split(".")
+    found = []
+    while isinstance(values, dict):
+        (part,) = values
+        found.append(part)
+        values = values[part]
+    return found
+
+
+def _check_layer(values: dict[str, Any], layer: str, override: str) -> None:
+    """Refuse to set one entry of layers that the recipe describes under another key, or as a list:
+    the rest of what they run would be lost.
+    """
+    model = values.get("model")
+    layout = model.get("layout") if isinstance(model, dict) else None
+    if not isinstance(layout, dict) or not layout or isinstance(layout.get(layer), dict):
+        return
+    whole = f"set all that these layers run: --set 'model.layout.{layer}={{ mechanism = \"lssa\", window = 64 }}'"
+    if layer in layout:
+        raise UsageError(f"--set {override!r}: model.layout.{layer} is a list of groups of heads", whole)
+    keys = ", ".join(map(repr, layout))
+    raise UsageError(
+        f"--set {override!r}: model.layout has no {layer!r}, but {keys}", f"choose one of these, or {whole}"
+    )
 
 
 def _explain(mistake: Any, where: str) -> tuple[str, str]:

@@ -241,6 +241,11 @@ def train_all(
     if copied := _copied(left):
         where = f"{copied / 1e6:,.0f} MB of shards are copied into the token cache first"
         say(console, f"{title}: {where}", wrap=True)
+    # A layout may be another one than its writer thinks
+    kinds = {job.recipe.name.removesuffix(f"-s{job.recipe.train.seed}"): job.recipe.model for job in left}
+    for row, model in kinds.items():
+        if model.layout:
+            say(console, f"{row}: {model.label}", wrap=True)
     with console.status("timing a few steps of each row") as status:
         if left and not console.is_terminal:
             say(console, f"{title}: timing a few steps of each row", wrap=True)
