@@ -94,7 +94,9 @@ def _read(name_or_path: str, seen: tuple[str, ...], near: Path | None = None) ->
         if path.name == RECIPE and (path.parent / RUN).exists():
             raise LabError(f"the run {path.parent} has no {path.name}", "put back a copy, or train it again") from None
         if path.suffix == ".toml":
-            raise LabError(f"there is no recipe file {path}", _recipes(path.stem)) from None
+            raise LabError(
+                f"there is no recipe file {path}", "check the path; `softfocus recipes` lists those that are shipped"
+            ) from None
         raise LabError(f"there is no recipe {name_or_path!r}", _recipes(name_or_path)) from None
     except tomllib.TOMLDecodeError as error:
         raise LabError(f"recipe {file} is not TOML: {error}", "correct that line") from None
