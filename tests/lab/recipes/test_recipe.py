@@ -44,6 +44,7 @@ SAYS = [
     (["evaluate.lengths=1x,long"], "evaluate.lengths: 'long' is not a length", "like 1k,2k,16k or 1x,2x,16x"),
     (["data.mqar.pairs=8"], "data: source and mqar exclude one another", "give one of source, mqar, passkey"),
     (["train.steps"], "'train.steps' is not KEY=VALUE", "--set train.steps=100"),
+    (["#x=3"], "has no key '#x'", "the keys here are name"),
     (["train.steps=9\nx=3"], "sets more than one key", "give --set once for each key"),
     (['model.mechanism={ ph = "exp" }'], "model.mechanism: Mechanism has no field 'ph'", "did you mean 'phi'"),
     (["model.mechanism=3"], "model.mechanism: got 3, expected a name of `softfocus mechanisms`", "correct it in"),

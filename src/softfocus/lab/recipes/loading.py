@@ -187,11 +187,10 @@ def _segments(key: str) -> list[str]:
     except tomllib.TOMLDecodeError:
         return key.split(".")
     found = []
-    while isinstance(values, dict):
-        (part,) = values
+    while isinstance(values, dict) and len(values) == 1:
+        ((part, values),) = values.items()
         found.append(part)
-        values = values[part]
-    return found
+    return found or [key]  # "#x" is a comment
 
 
 def _check_layer(values: dict[str, Any], layer: str, override: str) -> None:
