@@ -816,3 +816,20 @@ def test_the_single_numbers_on_tokens_are_the_measured_ones():
     assert "is {:.3f} at 2e-3, {:.3f} at 4e-3 and {:.3f} at 8e-3".format(*rates) in TEXT
     start = f"Softmax has [{loss('bpe-demo-start', 'softmax-s0'):.3f}](results/bpe-demo-start/results.json)"
     assert f"{start} in place of {loss('layouts-bpe-tuned', 'softmax-s0'):.3f} here" in TEXT
+
+
+def test_what_is_said_of_an_annealed_power_in_every_layer_is_measured():
+    (annealed,) = by_label("lssar-annealed").values()
+    by = by_label("layouts") | {"annealed": annealed}
+    here, far = (cell(annealed, *at) for at in (HERE, FAR))
+    before, softmax = (beside(by, "annealed", rival) for rival in ("LSSAR", "Softmax"))
+    assert before.sure
+    assert not softmax.sure
+    assert all(one > other for one, other in zip(far.values, here.values, strict=True)), "with each of three seeds"
+    text = (
+        f"is {shown_loss(here)} at the training length, {shown(before).lstrip('-')} below LSSAR without annealing and"
+    )
+    assert f"{text} above Softmax by {shown(softmax)}, inconclusive." in TEXT
+    assert "as trained, it is {:.3f}, {:.3f} and {:.3f}, above that".format(*far.values) in TEXT
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"With its power annealed from 1 it costs {shown(softmax)}, inconclusive, and its loss at 16 times" in readme
