@@ -344,7 +344,8 @@ class TestWhole:
         assert began == {name: (whole.folder / name / EVALUATION).stat().st_mtime_ns for name in MODELS}
 
     def test_runs_of_another_recipe_are_not_mixed_in(self, whole):
-        with pytest.raises(LabError, match=r"demo-softmax holds a run of another recipe; .*--out"):
+        what = r"demo-softmax holds a run of another recipe: data.max_documents was 40 and is unset, .*"
+        with pytest.raises(LabError, match=rf"{what}; .*--overwrite"):
             run_demo(whole.folder, console=plain_console())
 
     @pytest.mark.long

@@ -155,6 +155,11 @@ def flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
+def told(value: Any) -> str:
+    """A value of a key, for people."""
+    return "unset" if value is None else repr(value)
+
+
 def _override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():

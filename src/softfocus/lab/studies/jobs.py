@@ -12,7 +12,7 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.inspect.results import RESULTS, VALIDATION_TEXT, read
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes.lengths import parse
-from softfocus.lab.recipes.loading import load
+from softfocus.lab.recipes.loading import flat, load, told
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import (
     CLASSIFICATION,
@@ -163,8 +163,13 @@ def _is_finished(job: Job) -> bool:
     if not (job.folder / RUN).exists():
         return False
     there = load(job.folder / RECIPE)
-    if (there.model, there.data, there.train) != (job.recipe.model, job.recipe.data, job.recipe.train):
-        raise LabError(f"{job.folder} holds a run of another recipe", "choose another folder with --out, or delete it")
+    before, now = (flat(recipe.model_dump(include={"model", "data", "train"})) for recipe in (there, job.recipe))
+    if differing := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
+        keys = ", ".join(f"{key} was {told(before.get(key))} and is {told(now.get(key))}" for key in differing[:3])
+        raise LabError(
+            f"{job.folder} holds a run of another recipe: {keys}{', and others' if len(differing) > 3 else ''}",
+            "choose another folder with --out, train it again with --overwrite, or delete it",
+        )
     try:
         load_run(job.folder)
         if job.recipe.data.kind == "task":
