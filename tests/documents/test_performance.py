@@ -91,3 +91,20 @@ def test_old_and_new_kernels_take_the_measured_time():
     assert {cell for cell, ratio in outside.items() if float(ratio) > 1} == {
         ("forward", 1024, "lssar"), ("decode", 16384, "softmax")
     }  # fmt: skip
+
+
+def test_the_later_comparison_with_the_old_kernels_is_the_committed_one():
+    cells = json.loads((RESULTS / "before-and-after/later.json").read_text())["cells"]
+    ratios = {
+        (one["what"], one["length"], one["mechanism"]): one["new_over_old"]["median"]
+        for one in cells
+        if one["dtype"] == "float32"
+    }
+    inside, noise = (
+        sum(0.97 <= one[name]["median"] <= 1.03 for one in cells) for name in ("new_over_old", "new_over_new")
+    )
+    assert f"{inside} of {len(cells)} cells are within 0.97 and 1.03, of new over new {noise}." in TEXT
+    assert f"LASER in decoding ({ratios['decode', 4096, 'laser']}, {ratios['decode', 16384, 'laser']})" in TEXT
+    assert f"the forward of LSSAR at 4K ({ratios['forward', 4096, 'lssar']})" in TEXT
+    slower = ratios["decode", 4096, "lssar"], ratios["decode", 4096, "lssa"]
+    assert "decoding of LSSAR ({}) and LSSA ({}) at 4K.".format(*slower) in TEXT
