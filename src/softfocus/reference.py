@@ -181,7 +181,8 @@ def _normalised(
         log_norm = norm.log()
     if mechanism.normaliser == "l1":
         empty = norm == 0
-        norm = torch.where(empty, 1.0, torch.where(norm == math.inf, math.nan, norm))  # not all weights 0
+        # A sum that overflows would make all weights 0
+        norm = torch.where(empty, 1.0, torch.where(norm == math.inf, math.nan, norm))
         weights = torch.where(empty, 0.0, f / norm)
         if not mechanism.laser:
             return weights, None, log_norm

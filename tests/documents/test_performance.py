@@ -108,3 +108,14 @@ def test_the_later_comparison_with_the_old_kernels_is_the_committed_one():
     assert f"the forward of LSSAR at 4K ({ratios['forward', 4096, 'lssar']})" in TEXT
     slower = ratios["decode", 4096, "lssar"], ratios["decode", 4096, "lssa"]
     assert "decoding of LSSAR ({}) and LSSA ({}) at 4K.".format(*slower) in TEXT
+    again, since = (
+        [
+            [one["new_over_old"]["median"] for one in json.loads(path.read_text())["cells"]]
+            for path in sorted((RESULTS / "before-and-after").glob(name))
+        ]
+        for name in ("again-*.json", "since-*.json")
+    )
+    text = "the forward has {:.3f} and {:.3f}, decoding of LSSAR {:.3f} and {:.3f}, of LSSA {:.3f} and {:.3f}."
+    assert text.format(*(ratio for cell in zip(*again, strict=True) for ratio in cell)) in TEXT
+    every = [ratio for one in since for ratio in one]
+    assert f"Against the kernels of the day before they have {min(every):.3f} to {max(every):.3f}" in TEXT

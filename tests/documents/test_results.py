@@ -34,7 +34,8 @@ def test_every_committed_comparison_can_be_read(path):
 COMMITTED = {name for name in study.shipped() if (RESULTS / name / "results.json").exists()}
 
 
-@pytest.mark.parametrize("name", sorted(COMMITTED - {"t6"}))  # its published runs have names of recipes
+# The published runs of t6 have names of recipes
+@pytest.mark.parametrize("name", sorted(COMMITTED - {"t6"}))
 def test_what_was_trained_is_what_the_row_of_the_study_says(name):
     """Under the name of a row: the same mechanisms, sizes and training. Rows without a run, and
     runs whose row has gone, are not compared.
@@ -48,7 +49,8 @@ def test_what_was_trained_is_what_the_row_of_the_study_says(name):
         compared += 1
         trained = Recipe.model_validate(tomllib.loads(run["recipe"]))
         assert trained.model.label == row.model.label, row.name
-        assert row.model.label.startswith(run["info"]["mechanism"]), row.name  # then what no layer may run
+        # The label goes on with what layers run that no key names, though there may be none
+        assert row.model.label.startswith(run["info"]["mechanism"]), row.name
         assert trained.model.groups == row.model.groups, row.name
         assert trained.model.architecture == row.model.architecture, row.name
         assert trained.model.config == row.model.config, row.name

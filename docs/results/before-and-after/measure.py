@@ -1,7 +1,8 @@
 """The CPU kernels of two commits, timed in turn: a process for each, one call each a round.
 
-    python docs/results/before-and-after/measure.py OLD/src NEW/src RESULT.json
+    python docs/results/before-and-after/measure.py OLD/src NEW/src RESULT.json [CELL ...]
 
+A cell is written like forward:4096:lssar:float32; without any, all are timed.
 Goes on where RESULT.json ends. Writes for every cell the median and quartiles, over rounds, of the
 new time as a share of the old one; then the same with NEW on both sides, which shows the noise. One
 thread each: idle threads of one process would slow the other. Nothing else should run.
@@ -99,12 +100,13 @@ def commit_of(source):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def main(old_source, new_source, to):
-    """Time every cell and write as it goes."""
+def main(old_source, new_source, to, *chosen):
+    """Time every cell, or those that are chosen, and write as it goes."""
     sources = {"new_over_old": (old_source, new_source), "new_over_new": (new_source, new_source)}
     pairs = {name: [(Side(first), Side(second)) for _ in range(4)] for name, (first, second) in sources.items()}
     cells = json.loads(Path(to).read_text())["cells"] if Path(to).exists() else []
-    for what, length, mechanism, dtype in CELLS[len(cells) :]:
+    wanted = [cell for cell in CELLS if not chosen or ":".join(map(str, cell)) in chosen]
+    for what, length, mechanism, dtype in wanted[len(cells) :]:
         found = {name: compare(some, (what, length, mechanism, dtype)) for name, some in pairs.items()}
         cells.append({"what": what, "length": length, "mechanism": mechanism, "dtype": dtype, **found})
         noise = found["new_over_new"]["median"]

@@ -14,7 +14,7 @@ from softfocus.lab.claims import results as outcomes
 from softfocus.lab.claims.claim import Claim, Scale, recipes
 from softfocus.lab.claims.results import RESULTS, Results, Run
 from softfocus.lab.errors import LabError
-from softfocus.lab.recipes.loading import flat, told
+from softfocus.lab.recipes.loading import differences, flat
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.provenance import without_folders
 
@@ -95,8 +95,7 @@ def _differing(text: str, recipe: Recipe) -> list[str]:
     for key in ("evaluate.mechanisms", "evaluate.also"):  # more was measured than is asked for
         if set(now.get(key) or ()) <= set(before.get(key) or ()):
             before[key] = now.get(key)
-    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    return [f"{key} was {told(before.get(key))} and is {told(now.get(key))}" for key in keys]
+    return differences(before, now)
 
 
 def _compared(text: str) -> dict[str, Any]:

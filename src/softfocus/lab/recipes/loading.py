@@ -155,9 +155,14 @@ def flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def told(value: Any) -> str:
-    """A value of a key, for people."""
-    return "unset" if value is None else repr(value)
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """In which keys of :func:`flat` two recipes differ: "train.steps was 40 and is 150"."""
+
+    def told(key: str, values: dict[str, Any]) -> str:
+        return "unset" if values.get(key) is None else repr(values[key])
+
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    return [f"{key} was {told(key, before)} and is {told(key, now)}" for key in keys]
 
 
 def _override(values: dict[str, Any], override: str) -> None:

@@ -12,7 +12,7 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.inspect.results import RESULTS, VALIDATION_TEXT, read
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes.lengths import parse
-from softfocus.lab.recipes.loading import flat, load, told
+from softfocus.lab.recipes.loading import differences, flat, load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import (
     CLASSIFICATION,
@@ -164,10 +164,10 @@ def _is_finished(job: Job) -> bool:
         return False
     there = load(job.folder / RECIPE)
     before, now = (flat(recipe.model_dump(include={"model", "data", "train"})) for recipe in (there, job.recipe))
-    if differing := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
-        keys = ", ".join(f"{key} was {told(before.get(key))} and is {told(now.get(key))}" for key in differing[:3])
+    if found := differences(before, now):
+        others = ", and others" if len(found) > 3 else ""
         raise LabError(
-            f"{job.folder} holds a run of another recipe: {keys}{', and others' if len(differing) > 3 else ''}",
+            f"{job.folder} holds a run of another recipe: {', '.join(found[:3])}{others}",
             "choose another folder with --out, train it again with --overwrite, or delete it",
         )
     try:

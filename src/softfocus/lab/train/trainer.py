@@ -351,7 +351,7 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
             remove_unused_columns=False,
             dataloader_pin_memory=torch.cuda.is_available(),
             dataloader_num_workers=_readers(recipe),
-            ddp_find_unused_parameters=recipe.data.kind == "speech",  # a step may leave out layers, or a vector
+            ddp_find_unused_parameters=recipe.data.kind == "speech",  # layers may be left out
         )
     except ValueError as error:
         raise LabError(
