@@ -32,6 +32,10 @@ UNKNOWN_KEYS = (
     "window: got a mask of more keys than there are, in which no query sees the last key, so that the two do not end "
     "at the same position; a mask of your own has as many keys as the cache hands over"
 )
+REPLACED = "_softfocus_attention"
+"""The attribute of an attention module with what is called in place of ``softfocus.attention()``.
+The lab's ablations set it.
+"""
 _REFUSED = {
     "softcap": "caps the scores before the softmax (Gemma 2)",
     "s_aux": "adds attention sinks to the softmax's denominator (GPT-OSS)",
@@ -202,7 +206,9 @@ def _attend(
     }
     for listener in listeners:
         listener(Call(module, range(heads.start, heads.stop), query, key, arguments))
-    return attention(query, key, value, dropout_p=dropout_p, **arguments)
+    attend = getattr(module, REPLACED, attention)
+    out: Tensor = attend(query, key, value, dropout_p=dropout_p, **arguments)
+    return out
 
 
 def _decodes(module: nn.Module, query: Tensor, mask: Tensor | None) -> bool:

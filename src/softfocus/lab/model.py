@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import softfocus.hf
+from softfocus.lab import laser_ablation
 from softfocus.lab.data import tokenizer
 from softfocus.lab.data.images import COLOURED, GRAY
 from softfocus.lab.data.speech import BLANK
@@ -252,7 +253,7 @@ def load(folder: Path, config: Any = None, kind: Kind = "text") -> Any:
         raise LabError(
             f"the model in {folder / MODEL} cannot be loaded: {first_line(error)}", _retrain_remedy(folder)
         ) from error
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    return laser_ablation.apply(model).to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 def _refuse_damage(folder: Path) -> None:
@@ -319,7 +320,7 @@ def label(recipe: Recipe, config: Any) -> str:
     layout leaves no layer to it.
     """
     table = recipe.model
-    return kinds_text(table.groups[:-1]) if _lays_out_all(table, config) else table.label
+    return kinds_text(table.groups[:-1]) + table.ablation if _lays_out_all(table, config) else table.label
 
 
 def _lays_out_all(table: ModelTable, config: Any) -> bool:
@@ -374,7 +375,9 @@ def _use(model: Any, recipe: Recipe) -> Any:
             f"{table.label} does not fit {table.architecture!r}: {first_line(error)}",
             "choose another model.architecture, or correct model.mechanism, model.layout and model.parameters",
         ) from error
-    return model
+    if table.laser_ablation is not None:
+        model.config.laser_ablation = table.laser_ablation.model_dump()
+    return laser_ablation.apply(model)
 
 
 def _retrain_remedy(folder: Path) -> str:

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from softfocus.hf.config import layout_of
+from softfocus.lab import laser_ablation
 from softfocus.lab import model as models
 from softfocus.lab.data import labelled
 from softfocus.lab.data import of_recipe as data
@@ -220,12 +221,13 @@ def _classifier(folder: Path, end: int, labels: int) -> Any:
     try:
         config = models.load_config(folder)
         config.num_labels, config.pad_token_id = labels, end
-        return AutoModelForSequenceClassification.from_pretrained(folder / MODEL, config=config, use_safetensors=True)
+        model = AutoModelForSequenceClassification.from_pretrained(folder / MODEL, config=config, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise LabError(
             f"Transformers makes no classifier of the model in {folder}: {first_line(error)}",
             "classify a run of another architecture",
         ) from error
+    return laser_ablation.apply(model)
 
 
 def _fine_tuned(

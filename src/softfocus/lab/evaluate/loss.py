@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 import softfocus.hf
 from softfocus.catalog import learned_parameters, named
+from softfocus.lab import laser_ablation
 from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.tokens import TokenStore
@@ -165,6 +166,7 @@ def _config(folder: Path, setting: Setting, train_length: int, length: int) -> A
         raise LabError(f"a {config.model_type} model has no rotary embedding, which sinks need", "leave out --sinks")
     if setting.mechanism is not None:
         _run_as(config, setting.mechanism)
+        laser_ablation.check(config)
     if setting.window is not None:
         try:
             softfocus.hf.window(config, setting.window, sinks=setting.sinks)

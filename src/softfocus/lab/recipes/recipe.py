@@ -15,6 +15,19 @@ if TYPE_CHECKING:
     from softfocus.layout import Heads
 
 
+class LaserAblationTable(Table):
+    """LASER changed, to show what its shift is for: :mod:`softfocus.lab.laser_ablation`."""
+
+    values_times: float = Field(default=1.0, gt=0, le=1000, description="the values are multiplied by it")
+    shifted: bool = Field(default=True, description="false for log(A e^V) as it is written, which overflows")
+
+    @model_validator(mode="after")
+    def _changes(self) -> "LaserAblationTable":
+        if self.values_times == 1 and self.shifted:
+            raise ValueError("it changes nothing: set values_times or shifted = false, or leave it out")
+        return self
+
+
 class ModelTable(Table):
     """What is trained: a model of Transformers, with a mechanism in place of its attention."""
 
@@ -28,6 +41,9 @@ class ModelTable(Table):
         description="by layer type, number, slice ('0::2') or '*' (all others): a table of window, sinks, "
         "rope, rope_base, heads, and mechanism and parameters where they are not the model's; or a list of such "
         "tables, one a group of heads",
+    )
+    laser_ablation: LaserAblationTable | None = Field(
+        default=None, description="{ values_times = 8, shifted = false }: plain LASER without its shift, for a claim"
     )
     config: dict[str, Any] = Field(default={}, description="what the architecture's configuration takes")
 
@@ -61,6 +77,20 @@ class ModelTable(Table):
                 raise ValueError(f"layout: {key!r}: {error}" if self.layout else str(error)) from None
         return self
 
+    @model_validator(mode="after")
+    def _is_plain_laser(self) -> "ModelTable":
+        from softfocus.catalog import named
+        from softfocus.layout import kind_text
+
+        groups = [group for kind in self.groups for group in kind]
+        other = next((group for group in groups if group.mechanism != named("laser") or group.learned), None)
+        if self.laser_ablation is not None and other is not None:
+            raise ValueError(
+                f"laser_ablation: it is about plain LASER, and not about {kind_text((other,), learned=True)}; set "
+                "model.mechanism='laser', or leave it out"
+            )
+        return self
+
     @property
     def spec(self) -> dict[str, Any]:
         """What `softfocus.hf.use` takes as a layout, every group of heads with its mechanism. The
@@ -87,12 +117,22 @@ class ModelTable(Table):
 
     @property
     def label(self) -> str:
-        """What the model runs, for people: "lssar", or "softmax[128] / lssar" for a layout."""
+        """What the model runs, for people: "lssar", or "softmax[128] / lssar" for a layout. An
+        ablation is added.
+        """
         from softfocus.layout import kind_text, kinds_text
 
         if not self.layout:
-            return self.mechanism if isinstance(self.mechanism, str) else kind_text(self.groups[0])
-        return kinds_text(self.groups)
+            return (self.mechanism if isinstance(self.mechanism, str) else kind_text(self.groups[0])) + self.ablation
+        return kinds_text(self.groups) + self.ablation
+
+    @property
+    def ablation(self) -> str:
+        """The end of a label: " (values x 8, no shift)", or nothing."""
+        if (changed := self.laser_ablation) is None:
+            return ""
+        values = f"values x {changed.values_times:g}" if changed.values_times != 1 else ""
+        return f" ({', '.join(filter(None, (values, '' if changed.shifted else 'no shift')))})"
 
 
 def _not_json(value: Any) -> Any:
@@ -231,6 +271,12 @@ class Recipe(Table):
                     f"train.power.end: got {schedule.end:g}, but the heads end with {ends}; "
                     "the end is the mechanism's own power: leave it out, or write it in the mechanism"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _of_laser(self) -> "Recipe":
+        if self.model.laser_ablation is not None and self.evaluate.mechanisms:
+            raise ValueError("evaluate.mechanisms: a model with model.laser_ablation runs LASER alone; leave them out")
         return self
 
     @model_validator(mode="after")
