@@ -1,90 +1,135 @@
-"""What it would save to fold 1/|k_h| into row h of T6's A_K before it is cached, so that LSSAR
-needs no lengths of keys.
+"""How long a T6 decodes a token from its factors (factored.py), which for LSSAR needs 1/|k_h| in
+row h of A_K, as a share of the time with keys and values.
 
-    OMP_NUM_THREADS=1 python docs/results/t6-fold/measure.py
+    OMP_NUM_THREADS=1 PYTHONPATH=src python docs/results/t6-fold/measure.py [NAME]
 
-Writes results.json beside itself. One query meets a cache of L tokens, ranks of 2, heads of 64,
-float32, LSSAR. |k_h|^2 is a_h^T (B B^T) a_h / R^2, so it needs no key. ``attention``: the call of
-attention alone, on unit keys without their lengths divided out again, as a share of the usual one.
-``step``: with the keys and values made from the factors, and with the lengths of the one new token.
-Quartiles of 200 pairs of runs, one after the other in changing order. ``error``: the largest
-difference from the formula in float64, of the folded and of the usual call.
+Writes NAME (results.json) beside itself: again.json is a second process. A model of two layers,
+with the sizes of the paper's small model but for its number of layers, or with 8 heads in place of
+34, decodes one token after a prompt: float32, ranks of 2. ``model``: the call of the model, its
+embedding and head of 256 tokens included. ``attention``: the attention of one layer alone, from
+cached factors to its output. Both are quartiles of 60 pairs of runs, one after the other in
+changing order. ``error``: the largest difference of that attention's output from the formula in
+float64, from the factors and usually.
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import quantiles
+from typing import Any
 
 import torch
+from factored import Factored
 from torch import Tensor
-from torch.nn.functional import normalize
+from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import softfocus
+from softfocus.hf import adapter
+from softfocus.hf.t6 import T6Config, T6ForCausalLM, model
 from softfocus.hf.t6.model import combine
+from softfocus.lab.run_folder.provenance import commit, machine
 
-PAIRS, RANK, SIZE = 200, 2, 64
-LSSAR = softfocus.named("lssar")
-UNIT = LSSAR.replace(similarity="dot")
-
-
-def fold(a: Tensor, b: Tensor) -> Tensor:
-    """A [B, L, R, h] whose keys 1/R A^T B have length 1."""
-    squared = ((b @ b.transpose(-1, -2)) @ a * a).sum(-2, keepdim=True) / RANK**2
-    return a * squared.rsqrt()
+PAIRS, RANK, SIZE = 60, 2, 64
 
 
-def shares(folded: Callable[[], Tensor], usual: Callable[[], Tensor]) -> list[float]:
+def shares(ours: Callable[[], object], usual: Callable[[], object]) -> list[float]:
     """Quartiles of the time of one call as a share of that of another."""
     found = []
     for number in range(PAIRS):
         took = {}
-        for call in (folded, usual) if number % 2 else (usual, folded):
+        for call in (ours, usual) if number % 2 else (usual, ours):
             begin = time.perf_counter()
             call()
             took[call] = time.perf_counter() - begin
-        found.append(took[folded] / took[usual])
+        found.append(took[ours] / took[usual])
     return [round(share, 3) for share in quantiles(found, n=4)]
 
 
-def measure(heads: int, length: int) -> dict[str, object]:
-    """One line of the results."""
-    torch.manual_seed(0)
-    query = torch.randn(1, heads, 1, SIZE)
-    unit_query = normalize(query, dim=-1)
-    (a, b), (v_a, v_b) = ((torch.randn(1, length, RANK, heads), torch.randn(1, length, RANK, SIZE)) for _ in range(2))
-    new_a, new_b = a[:, -1:], b[:, -1:]
-    folded_a = fold(a, b)
-    key, unit_key, value = combine(a, b), combine(folded_a, b), combine(v_a, v_b)
+def of_model(name: str, heads: int, length: int) -> list[float]:
+    """Shares of the time of a model's step."""
+    config = T6Config(
+        vocab_size=256,
+        num_attention_heads=heads,
+        num_hidden_layers=2,
+        max_position_embeddings=8192,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    t6 = softfocus.hf.use(T6ForCausalLM(config), name).eval()
+    cache = DynamicCache(config=config)
+    ids = torch.randint(256, (1, length))
+    for part in ids.split(512, dim=1):
+        t6(part, past_key_values=cache)
 
-    def attention(key: Tensor, query: Tensor, value: Tensor, mechanism: softfocus.Mechanism) -> Tensor:
+    def step() -> None:
+        t6(ids[:, :1], past_key_values=cache)
+        cache.crop(-1)
+
+    def from_factors() -> None:
+        model.combine = pair_or_combine
+        step()
+        model.combine = combine
+
+    return shares(from_factors, step)
+
+
+def pair_or_combine(a: Tensor, b: Tensor) -> Any:
+    """The query of one token; the factors of the keys or values of several."""
+    return combine(a, b) if a.shape[1] == 1 else (a, b)
+
+
+def forward(module: Any, query: Tensor, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """The adapter's function, which attends to factors where it gets them."""
+    if isinstance(key, Tensor):
+        return adapter.attention_forward(module, query, key, value, *args, **kwargs)
+    (k_a, k_b), (v_a, v_b) = key, value
+    rows = (x.permute(0, 3, 1, 2) for x in (k_a, v_a))
+    adapter.attention, kept = Factored(k_b, v_b), adapter.attention
+    found = adapter.attention_forward(module, query, *rows, *args, **kwargs)
+    adapter.attention = kept
+    return found
+
+
+def of_attention(name: str, heads: int, length: int) -> dict[str, list[float]]:
+    """Shares of the time of one call of attention, and errors."""
+    mechanism = softfocus.named(name)
+    query = torch.randn(1, heads, 1, SIZE)
+    (a, b), (v_a, v_b) = ((torch.randn(1, length, RANK, heads), torch.randn(1, length, RANK, SIZE)) for _ in range(2))
+
+    def from_factors() -> Tensor:
+        rows = (x.permute(0, 3, 1, 2) for x in (a, v_a))
+        return Factored(b, v_b)(query, *rows, mechanism=mechanism, scale=None, dropout_p=0.0)
+
+    def usual() -> Tensor:
+        key, value = combine(a, b), combine(v_a, v_b)
         return softfocus.attention(query, key, value, mechanism=mechanism)
 
-    def usual_step() -> Tensor:
-        return attention(combine(a, b), query, combine(v_a, v_b), LSSAR)
-
-    def folded_step() -> Tensor:
-        fold(new_a, new_b)
-        return attention(combine(folded_a, b), normalize(query, dim=-1), combine(v_a, v_b), UNIT)
-
-    exact = softfocus.attention(
-        query.double(), combine(a.double(), b.double()), value.double(), mechanism=LSSAR, backend="reference"
-    )
+    key, value = (combine(*(x.double() for x in pair)) for pair in ((a, b), (v_a, v_b)))
+    exact = softfocus.attention(query.double(), key, value, mechanism=mechanism, backend="reference")
     return {
-        "heads": heads,
-        "tokens": length,
-        "attention": shares(
-            lambda: attention(unit_key, unit_query, value, UNIT), lambda: attention(key, query, value, LSSAR)
-        ),
-        "step": shares(folded_step, usual_step),
-        "error": [(call() - exact).abs().max().item() for call in (folded_step, usual_step)],
+        "attention": shares(from_factors, usual),
+        "error": [(call() - exact).abs().max().item() for call in (from_factors, usual)],
     }
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Measure all lines, and write them."""
     torch.set_num_threads(1)
-    with torch.inference_mode():
-        lines = [measure(heads, length) for heads in (8, 34) for length in (1024, 4096)]
-    found = {"torch": torch.__version__, "lines": lines}
-    (Path(__file__).parent / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+    ALL_ATTENTION_FUNCTIONS["softfocus"] = forward
+    lines = []
+    for name in ("lssar", "softmax"):
+        for heads, length in ((8, 1024), (8, 4096), (34, 1024), (34, 2048), (34, 4096)):
+            torch.manual_seed(0)
+            with torch.inference_mode():
+                line = {"model": of_model(name, heads, length), **of_attention(name, heads, length)}
+            lines.append({"mechanism": name, "heads": heads, "tokens": length, **line})
+            print(lines[-1], flush=True)
+    found = {"commit": commit(), "torch": torch.__version__, "cpu": machine("cpu").cpu, "lines": lines}
+    (Path(__file__).parent / "".join(sys.argv[1:2] or ["results.json"])).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
