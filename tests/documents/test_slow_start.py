@@ -290,8 +290,8 @@ def test_two_more_heads_that_lost_the_line_are_the_measured_ones():
         for found in (first, second)
     )
     assert (
-        f"falls from {one['none']:.3f} to {one['all']:.3f}, and from {two['none']:.3f} to {two['all']:.3f}. With N held "
-        f"at 64 it is {one['N at most 64']:.3f} and {two['N at most 64']:.3f}." in TEXT
+        f"falls from {one['none']:.3f} to {one['all']:.3f}, and from {two['none']:.3f} to {two['all']:.3f}. With N "
+        f"held at 64 it is {one['N at most 64']:.3f} and {two['N at most 64']:.3f}." in TEXT
     )
     taken = [found["none"] - found[which] for found in (one, two) for which in ("up to 64", "all")]
     assert round(taken[2], 3) == round(taken[3], 3)
