@@ -29,9 +29,8 @@ def train(
     -slow-start, -t6, -t6-lssar); toy(-llama); small(-global-heads, -llama); gpt2-124m(-softmax,
     -lssa, -lssar, -laser, -llama); repeats; mqar(-softmax, -ssmax, -cosine-log-n, -lssa,
     -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar, -short-rope-lssar,
-    -hybrid, -global-heads); passkey(-softmax, -ssmax, -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar,
-    -laser, -window, -nope, -nope-lssar, -global-heads);
-    vit-toy; vit-small; vit-s16; bert-toy; bert-small; bert-base; conformer-toy;
+    -hybrid, -global-heads); passkey(-softmax, -ssmax, -cosine-log-n, -lssa, -lssar-3,
+    -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar, -global-heads); vit-toy; vit-small; vit-s16; bert-toy; bert-small; bert-base; conformer-toy;
     conformer-small; conformer-librispeech. Ctrl-C keeps a checkpoint;
     --resume goes on exactly there.
 

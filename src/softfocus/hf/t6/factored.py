@@ -10,8 +10,7 @@ the mechanism makes of these scores. The output is the same sum in another order
     out_i = sum_j w_ij V_ij = 1/R_V sum_j sum_r (w_ij a_r,ij) b_r,j
 
 Of each token this reads (R_K + R_V)(h + d) numbers. Keys and values are 2 h d numbers, which would
-be written and read once more. measure.py beside this file says how long it takes. The library does
-not use it.
+be written and read once more.
 """
 
 from typing import Any, NamedTuple
@@ -21,10 +20,42 @@ from torch import Tensor
 
 from softfocus.contract import compute_dtype
 from softfocus.functional import attention
-from softfocus.hf.t6.model import combine
+from softfocus.hf.watch import listeners
 from softfocus.mechanism import Mechanism, default_scale
 from softfocus.reference import unit
 from softfocus.row_weights import weights
+
+MIN_NUMBERS = 1 << 22
+"""Of all keys, B h L d. From there on it was measured to be faster: keys of 16 MiB are in newly
+mapped pages at every step. Below, the many operations on small tensors take longer than they save.
+"""
+
+
+def combine(a: Tensor, b: Tensor) -> Tensor:
+    """1/R A^T B of each token, [B, h, L, d], from factors A [B, L, R, h] and B [B, L, R, d]."""
+    rank = a.shape[2]
+    return ((a / rank).transpose(-1, -2) @ b).transpose(1, 2)
+
+
+def suits(query: Tensor, v_a: Tensor, v_b: Tensor) -> bool:
+    """Whether a call of attention is one that :class:`Factored` is right and fast for.
+
+    Args:
+        query: [B, h, Lq, d].
+        v_a: A [B, L, R, h] of the values.
+        v_b: B [B, L, R, d] of the values. A NaN of a masked token would reach the output.
+    """
+    batch, heads, query_length, size = query.shape
+    return (
+        query_length == 1
+        and batch * heads * v_a.shape[1] * size >= MIN_NUMBERS
+        and query.device.type == "cpu"  # it was not measured on others
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and not listeners  # they are shown keys
+        and bool(v_a.isfinite().all() & v_b.isfinite().all())
+    )
 
 
 class Factored(NamedTuple):
@@ -94,10 +125,10 @@ def of_unit_keys(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
             along = (rest * direction).sum(-1, keepdim=True)
             rest = rest - along * direction
             coordinates[s] = coordinates[s] + a[..., r] * along[:, None, :, 0]
-        norm = rest.norm(dim=-1, keepdim=True)
+        norm = (rest * rest).sum(-1, keepdim=True).sqrt()
         basis.append(rest / norm.clamp(min=tiny))
         coordinates[r] = coordinates[r] + a[..., r] * norm[:, None, :, 0]
-    length = torch.stack(coordinates).norm(dim=0) / rank
+    length = torch.stack([x * x for x in coordinates]).sum(0).sqrt() / rank
     return torch.where(length > 0, 1 / length, 0.0)[..., None] * a, b
 
 
