@@ -11,6 +11,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Trainer, TrainerCall
 
 import softfocus
 import softfocus.hf
+from softfocus.hf.t6 import factored
 from softfocus.lab.report.points import cell
 
 from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, by_label, by_row, claim, loss, minus
@@ -30,22 +31,19 @@ def test_the_size_of_t6s_cache_is_the_measured_one():
 
 
 def test_what_decoding_from_factors_takes_is_the_measured():
-    by = {}
-    for name in ("results.json", "again.json"):
-        for line in json.loads((RESULTS / "t6-fold" / name).read_text())["lines"]:
-            by.setdefault((line["mechanism"], line["heads"], line["tokens"]), []).append(line["model"][1])
-    near, far, softmax = (
-        f"{min(found):.2f} to {max(found):.2f}"
-        for found in (
-            [x for (name, _, tokens), shares in by.items() if name == "lssar" and tokens == 1024 for x in shares],
-            [x for (name, _, tokens), shares in by.items() if name == "lssar" and tokens > 1024 for x in shares],
-            [x for (name, _, _), shares in by.items() if name == "softmax" for x in shares],
-        )
+    chosen = [
+        line for line in json.loads((RESULTS / "t6-decode/results.json").read_text())["lines"] if line["chosen"]
+    ]
+    assert {line["tokens"] for line in chosen} == {2048, 4096, 8192}
+    assert all(len(line["model"]) == 3 for line in chosen)
+    lssar, softmax = (
+        [median for line in chosen if line["mechanism"] == name for _, median, _ in line["model"]]
+        for name in ("lssar", "softmax")
     )
-    text = (
-        f"With LSSAR it takes {near} of the time at 1,024 tokens and {far} at 2,048 and 4,096, with softmax {softmax} ("
-    )
-    assert text in GUIDE
+    assert f"takes {min(lssar):.2f} to {max(lssar):.2f} of the time with LSSAR" in GUIDE
+    assert f"{min(softmax):.2f} to {max(softmax):.2f} with softmax" in GUIDE
+    assert factored.MIN_NUMBERS == 1 << 22
+    assert f"{-(-factored.MIN_NUMBERS // (34 * 64)):,} tokens for the 34 heads of 64" in GUIDE
 
 
 T6_ROWS = {

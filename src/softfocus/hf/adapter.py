@@ -55,7 +55,7 @@ def attention_forward(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     position_bias: Tensor | None = None,
-    attend: Callable[..., Tensor] = attention,
+    attend: Callable[..., Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function behind ``attn_implementation="softfocus"``.
@@ -82,8 +82,8 @@ def attention_forward(
             only in padding-free batches: a mask carries its window already, and some models pass on
             a window that their eager attention does not have. A window of the layout comes on top.
         position_bias: float, broadcastable to [B, H, Lq, Lk], added to the scores.
-        attend: what computes attention, called as ``softfocus.attention``. Its keys and values need
-            not have the dimensions of the queries.
+        attend: what computes attention, called as ``softfocus.attention``, which it is by default.
+            Its keys and values need not have the dimensions of the queries.
         kwargs: ``cu_seq_lens_q`` of padding-free batches is honoured where it describes the queries
             of the module; what the models pass on for others is ignored.
 
@@ -164,7 +164,7 @@ def _attend(
     window: int | None,
     scaling: float | None,
     dropout_p: float,
-    attend: Callable[..., Tensor],
+    attend: Callable[..., Tensor] | None,
     **others: Any,
 ) -> Tensor:
     """One group of heads. query, key and value are views of the module's."""
@@ -208,7 +208,7 @@ def _attend(
     }
     for listener in listeners:
         listener(Call(module, range(heads.start, heads.stop), query, key, arguments))
-    return attend(query, key, value, dropout_p=dropout_p, **arguments)
+    return (attend or attention)(query, key, value, dropout_p=dropout_p, **arguments)
 
 
 def _decodes(module: nn.Module, query: Tensor, mask: Tensor | None) -> bool:

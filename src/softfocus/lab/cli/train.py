@@ -30,7 +30,8 @@ def train(
     -lssa, -lssar, -laser, -llama); repeats; mqar(-softmax, -ssmax, -cosine-log-n, -lssa,
     -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar, -short-rope-lssar,
     -hybrid, -global-heads); passkey(-softmax, -ssmax, -cosine-log-n, -lssa, -lssar-3,
-    -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar, -global-heads); vit-toy; vit-small; vit-s16; bert-toy; bert-small; bert-base; conformer-toy;
+    -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar, -global-heads);
+    vit-toy; vit-small; vit-s16; bert-toy; bert-small; bert-base; conformer-toy;
     conformer-small; conformer-librispeech. Ctrl-C keeps a checkpoint;
     --resume goes on exactly there.
 
