@@ -31,9 +31,7 @@ def test_the_size_of_t6s_cache_is_the_measured_one():
 
 
 def test_what_decoding_from_factors_takes_is_the_measured():
-    chosen = [
-        line for line in json.loads((RESULTS / "t6-decode/results.json").read_text())["lines"] if line["chosen"]
-    ]
+    chosen = [line for line in json.loads((RESULTS / "t6-decode/results.json").read_text())["lines"] if line["chosen"]]
     assert {line["tokens"] for line in chosen} == {2048, 4096, 8192}
     assert all(len(line["model"]) == 3 for line in chosen)
     lssar, softmax = (
