@@ -748,8 +748,6 @@ def test_earlier_runs_are_not_trained_again(two: Claim, tmp_path: Path, monkeypa
     assert further.runs == made.runs
     assert f"the runs of seed 1 in {tmp_path / 'fourth'} or {second / PUBLISHED} are judged, too" in said(screen)
 
-    with pytest.raises(LabError, match="there is no"):
-        reproduce("two", second, seeds=2, earlier=tmp_path, console=console())
     with monkeypatch.context() as patch:
         patch.setattr(data, "key", lambda _: "another")
         with pytest.raises(LabError, match=r"run a-s0 of .* was trained on \w+, and here is another"):
@@ -757,6 +755,15 @@ def test_earlier_runs_are_not_trained_again(two: Claim, tmp_path: Path, monkeypa
     two.rows["b"]["train"] = {"steps": 11}
     with pytest.raises(LabError, match=r"run b-s0 of .* has another recipe: train\.steps was 10 and is 11; leave"):
         reproduce("two", second, seeds=3, earlier=first / PUBLISHED, console=console())
+
+
+def test_a_folder_without_earlier_runs_is_named(two: Claim, tmp_path: Path) -> None:
+    """By the option, with what it takes."""
+    takes = r"; name one that holds CLAIM/SCALE/results\.json, as docs/results/claims does, or leave --from out$"
+    with pytest.raises(LabError, match=f"^--from: there is no folder {tmp_path / 'nope'}{takes}"):
+        reproduce("two", tmp_path / "out", earlier=tmp_path / "nope", console=console())
+    with pytest.raises(LabError, match=rf"^--from: {tmp_path} holds no two/toy/results\.json{takes}"):
+        reproduce("two", tmp_path / "out", earlier=tmp_path, console=console())
 
 
 @pytest.mark.long

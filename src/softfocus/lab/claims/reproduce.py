@@ -66,7 +66,8 @@ def reproduce(
         UsageError: no such claim, one that cannot be run at this scale, or an override that makes
             no recipe or changes a key in which the rows differ.
         LabError: what memory or disk cannot hold, a run that failed (after the others have been
-            judged), earlier runs of other recipes or data, or Ctrl-C.
+            judged), a folder without earlier runs of the claim, earlier runs of other recipes or
+            data, or Ctrl-C.
     """
     console = console or Console()
     claim = claims.load(name)
