@@ -96,13 +96,16 @@ def load(name_or_path: str) -> tuple[Study, Path | None]:
     """
     path = Path(name_or_path)
     file = path if path.suffix == ".toml" else LAB / "studies" / f"{name_or_path}.toml"
-    known = f"the shipped studies are {', '.join(shipped())}; any other is the path of a .toml file"
+    known = "`softfocus recipes` lists those that are shipped; any other is the path of a .toml file"
     try:
         return Study.model_validate(tomllib.loads(file.read_text(encoding="utf-8"))), (
             path.parent if path.suffix == ".toml" else None
         )
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise LabError(f"there is no study {name_or_path}", did_you_mean(path.stem, shipped(), known)) from None
+        if path.suffix == ".toml":
+            remedy = "check the path; `softfocus recipes` lists the studies that are shipped"
+            raise LabError(f"there is no study file {path}", remedy) from None
+        raise LabError(f"there is no study {name_or_path}", did_you_mean(name_or_path, shipped(), known)) from None
     except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
         raise LabError(f"study {name_or_path} cannot be read: {error}", "it must be TOML in UTF-8") from None
     except ValidationError as error:
