@@ -2,13 +2,14 @@
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 from softfocus.lab.run_folder.results import Row
 
@@ -44,6 +45,8 @@ Listener = Callable[[Event], None]
 
 EVERY = 10.0
 """Seconds between progress lines where there is no terminal to redraw."""
+SOON = 2.0
+"""Seconds after which something that has no line of its own yet is said."""
 
 
 def say(console: Console, text: str, *, style: str = "", wrap: bool = False) -> None:
@@ -58,6 +61,37 @@ def say(console: Console, text: str, *, style: str = "", wrap: bool = False) -> 
             be copied.
     """
     console.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=not wrap)
+
+
+@contextmanager
+def telling(console: Console, title: str) -> Iterator[Callable[[str], None]]:
+    """What says the steps of some work: a terminal shows the last one, anything else gets a line of
+    each.
+
+    Args:
+        console: where.
+        title: of the work.
+    """
+    if not console.is_terminal:
+        yield lambda text: say(console, f"{title}: {text}", wrap=True)
+        return
+    with console.status("") as status:
+        yield lambda text: status.update(Text(f"{title}: {text}"))
+
+
+def told_of(tell: Callable[[str], None]) -> Listener:
+    """A listener to a preparation: hands its messages on, the first after two seconds, then one
+    every ten.
+    """
+    due = time.monotonic() + SOON
+
+    def listen(event: Event) -> None:
+        nonlocal due
+        if event.kind == "prepare" and time.monotonic() >= due:
+            due = time.monotonic() + EVERY
+            tell(event.message + (f", {event.done} %" if event.total else ""))
+
+    return listen
 
 
 def preparing(run: str, message: str, share: float | None) -> Event:
