@@ -29,6 +29,12 @@ def test_a_log_gets_a_line_every_ten_seconds(
     ]
 
 
+def test_the_speed_is_in_what_windows_are_counted_in(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display("steps", parts="frames") as display:
+        display(Event(kind="step", run="a", done=9, total=24, tokens_per_second=1234.0))
+    assert capsys.readouterr().err == "a: 9 of 24 steps  1,234 frames/s\n"
+
+
 def test_every_loss_of_an_evaluation_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     row = Row(length=2048, setting=Setting(rope="ntk"), loss=1.25, standard_error=0.5, tokens=9, windows=2)
     with Display("tokens") as display:

@@ -138,11 +138,16 @@ class Display:
 
     Writes to stderr, so that stdout stays free for results; where that is no terminal, a plain line
     every ten seconds.
+
+    Args:
+        unit: what is counted: "steps".
+        quiet: show nothing.
+        parts: what the speed is counted in: of images "patches", of speech "frames".
     """
 
-    def __init__(self, unit: str, quiet: bool = False):
+    def __init__(self, unit: str, quiet: bool = False, parts: str = "tokens"):
         self.console = Console(stderr=True, quiet=quiet)
-        self._unit = unit
+        self._unit, self._parts = unit, parts
         self._tasks: dict[str, TaskID] = {}
         self._told = -math.inf
         self._bar = Progress(
@@ -186,7 +191,7 @@ class Display:
         elif event.kind == "step":
             facts = f"loss {event.loss:.3f} " if event.loss is not None else ""
             if event.tokens_per_second:
-                facts += f"{event.tokens_per_second:,.0f} tokens/s"
+                facts += f"{event.tokens_per_second:,.0f} {self._parts}/s"
             self._show(event.run, event.done, event.total, facts, self._unit)
 
     def _show(self, name: str, done: int, total: int | None, facts: str, unit: str) -> None:
