@@ -394,6 +394,7 @@ class LabelledRow(Record):
     """Accuracy of one run's model after fine-tuning on one labelled data set."""
 
     data: str = Field(description="the name of its folder")
+    key: str = Field(default="", description="of its files: other data of the same name differ; early rows lack it")
     fields: list[str] = Field(description="whose texts make an example")
     labels: list[str]
     examples: int = Field(description="of the training")
