@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from datetime import datetime
+from decimal import Decimal
 from typing import Any, Literal, get_args
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
@@ -308,6 +309,11 @@ class RecallRow(Record):
     complete: float = Field(description="share of sequences with all answers right")
     complete_error: float
     by_distance: list[Answers]
+
+    @property
+    def chance_text(self) -> str:
+        """With three digits behind the point, or as many as it takes where those are zeros."""
+        return f"{self.chance:.3f}" if self.chance >= 0.001 else f"{Decimal(f'{self.chance:.3g}'):f}"
 
     @property
     def blind(self) -> bool:
