@@ -40,6 +40,7 @@ from softfocus.lab.progress import silent
 from softfocus.lab.recipes import loading
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.figure import save_png, source_of
+from softfocus.lab.run_folder.disk import size_text
 from softfocus.lab.run_folder.files import load_run
 from softfocus.lab.run_folder.results import WRONG, Bucket, Setting, default_settings, json_text
 from softfocus.lab.studies import study
@@ -983,8 +984,8 @@ def test_what_cannot_fit_is_refused_before_anything_starts(
     free(each * jobs * processes - 1)
     with pytest.raises(LabError) as refused:
         reproduce("two", tmp_path / "out", jobs=jobs, processes=processes, console=console())
-    assert f"needs at least 0.0 GB {needed}, and this machine has" in str(refused.value)
-    assert str(refused.value).endswith(f"GB free; {remedy}use a machine with more memory")
+    assert f"needs at least {size_text(each)} {needed}, and this machine has" in str(refused.value)
+    assert str(refused.value).endswith(f"B free; {remedy}use a machine with more memory")
     assert not (tmp_path / "out").exists()
     free(each * jobs * processes)
     reproduce("two", tmp_path / "out", jobs=jobs, processes=processes, estimate_only=True, console=console())
@@ -1019,7 +1020,7 @@ def test_a_training_that_cannot_fit_is_refused_before_its_corpus(tiny: Path, tmp
     monkeypatch.setattr(data, "load", lambda *_: pytest.fail("the corpus was read"))
     with pytest.raises(
         LabError,
-        match=r"tiny needs at least .* GB of memory, and this .* GB free; "
+        match=r"tiny needs at least .*[KM]B of memory, and this .*B free; "
         "choose a smaller model, raise train.accumulate or use a machine with more memory$",
     ):
         train(loading.load(tiny), tmp_path / "out")
@@ -1057,14 +1058,14 @@ def test_shards_that_are_copied_are_counted(two: Claim, tmp_path: Path, monkeypa
     assert data.to_copy(recipes(two, "toy", [0])) == 3 * (1024 + 4000), "once for both rows"
     screen = console()
     reproduce("two", tmp_path / "out", seeds=1, estimate_only=True, console=screen)
-    assert "Two rows: 0 MB of shards are copied into the token cache first" in said(screen)
+    assert "Two rows: 15.1 KB of shards are copied into the token cache first" in said(screen)
     assert data.to_copy(recipes(two, "toy", [0])) == 0
     again = console()
     reproduce("two", tmp_path / "out", seeds=1, estimate_only=True, console=again)
     assert "shards" not in said(again)
     monkeypatch.setenv("SOFTFOCUS_CACHE", str(tmp_path / "elsewhere"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000))
-    with pytest.raises(LabError, match=r"elsewhere has 0\.0 GB free, and 0\.0 GB of shards are copied there"):
+    with pytest.raises(LabError, match=r"elsewhere has 10\.0 KB free, and 15\.1 KB of shards are copied there"):
         reproduce("two", tmp_path / "out", seeds=1, console=console())
     with pytest.raises(LabError, match="of shards are copied there"):
         train(recipes(two, "toy", [0])[0], tmp_path / "run")

@@ -335,7 +335,7 @@ class TestWhole:
 
     def test_it_says_first_what_is_left_and_what_that_takes(self, whole):
         for said, left in zip(whole.said, (3, 1), strict=True):
-            takes = r"about \d+:\d\d \(minutes:seconds\), and \d+ MB on disk"
+            takes = r"about \d+:\d\d \(minutes:seconds\), and [\d.]+ [KM]B on disk"
             assert re.search(rf"^softfocus demo: 5 runs, {left} of them left: {takes}$", said, re.MULTILINE), said
 
     def test_what_was_finished_is_kept(self, whole):

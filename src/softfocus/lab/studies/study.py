@@ -19,7 +19,7 @@ from softfocus.lab.recipes.loading import LAB, derive, merged, shipped_in
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import Comparison, compare
 from softfocus.lab.report.points import without_seed
-from softfocus.lab.run_folder.disk import check_room, writing
+from softfocus.lab.run_folder.disk import check_room, size_text, writing
 from softfocus.lab.run_folder.owner import refuse_in_use
 from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.studies import pool
@@ -80,7 +80,7 @@ class Expected:
         """In one line."""
         hours = self.seconds / 3600
         takes = f"{hours:,.1f} hours" if hours >= 1 else f"{clock(self.seconds)} (minutes:seconds)"
-        return f"{self.runs} runs, {self.left} of them left: about {takes}, and {self.bytes / 1e6:,.0f} MB on disk"
+        return f"{self.runs} runs, {self.left} of them left: about {takes}, and {size_text(self.bytes)} on disk"
 
 
 def shipped() -> list[str]:
@@ -247,7 +247,7 @@ def train_all(
 
             tasks.require()
         if copied := _copied(left):
-            where = f"{copied / 1e6:,.0f} MB of shards are copied into the token cache first"
+            where = f"{size_text(copied)} of shards are copied into the token cache first"
             say(console, f"{title}: {where}", wrap=True)
         # A layout may be another one than its writer thinks
         kinds = {_row(job): job.recipe.model for job in left}
