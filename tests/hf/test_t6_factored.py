@@ -142,24 +142,50 @@ def test_who_computes_keys(build, tokens, calls):
         assert step() == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_no_worse_than_usual(calls, dtype):
-    """The factors are read as they are cached, and everything else is in float32."""
-    torch.manual_seed(0)
-    heads, length, rank, size = 4, 64, 2, 16
+def called(mechanism, seed, dtype, heads=8, length=128, rank=2, size=32):
+    """What a call of Factored returns, the reference of the same dtype, and that of float64."""
+    torch.manual_seed(seed)
     query = torch.randn(1, heads, 1, size, dtype=dtype)
     (a, b), (v_a, v_b) = (
         (torch.randn(1, length, rank, heads, dtype=dtype), torch.randn(1, length, rank, size, dtype=dtype))
         for _ in range(2)
     )
-    key, value = combine(a.double(), b.double()), combine(v_a.double(), v_b.double())
-    for mechanism in (named("lssar"), named("softmax")):
-        exact = softfocus.attention(query.double(), key, value, mechanism=mechanism)
-        usual = softfocus.attention(query, combine(a, b), combine(v_a, v_b), mechanism=mechanism)
-        rows = (x.permute(0, 3, 1, 2) for x in (a, v_a))
-        ours = Factored(b, v_b)(query, *rows, mechanism=mechanism, scale=None, dropout_p=0.0)
-        assert ours.dtype == dtype
-        assert (ours - exact).abs().max() <= (usual - exact).abs().max()
+    rows = (x.permute(0, 3, 1, 2) for x in (a, v_a))
+    ours = Factored(b, v_b)(query, *rows, mechanism=mechanism, scale=None, dropout_p=0.0)
+    eager, exact = (
+        softfocus.attention(
+            query.to(kind),
+            combine(a.to(kind), b.to(kind)),
+            combine(v_a.to(kind), v_b.to(kind)),
+            mechanism=mechanism,
+            backend="reference",
+        )
+        for kind in (dtype, torch.float64)
+    )
+    return ours, eager, exact
+
+
+@pytest.mark.parametrize("name", ["softmax", "lssa", "lssar", "ssmax", "qknorm"])
+def test_single_precision_is_as_exact_as_the_formula_on_keys(name):
+    """The project's tolerance: twice the eager formula's error over 16 draws, plus 4 units in the
+    last place.
+    """
+    worst, eager_worst, size = 0.0, 0.0, 0.0
+    for seed in range(16):
+        ours, eager, exact = called(named(name), seed, torch.float32)
+        worst = max(worst, (ours - exact).abs().max().item())
+        eager_worst = max(eager_worst, (eager - exact).abs().max().item())
+        size = max(size, exact.abs().max().item())
+    assert worst <= 2 * eager_worst + 4 * torch.finfo(torch.float32).eps * size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["softmax", "lssar"])
+def test_half_precision_is_no_worse_than_usual(name, dtype):
+    """The factors are read as they are cached, and everything else is in float32."""
+    ours, eager, exact = called(named(name), 0, dtype, heads=4, length=64, size=16)
+    assert ours.dtype == dtype
+    assert (ours - exact).abs().max() <= (eager - exact).abs().max()
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-25, 1e25], ids=["one", "tiny", "huge"])
