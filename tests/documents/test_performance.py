@@ -1,6 +1,7 @@
 """docs/performance.md: it shows the committed results."""
 
 import json
+import statistics
 
 from softfocus.lab.bench.results import CellResult
 
@@ -119,3 +120,10 @@ def test_the_later_comparison_with_the_old_kernels_is_the_committed_one():
     assert text.format(*(ratio for cell in zip(*again, strict=True) for ratio in cell)) in TEXT
     every = [ratio for one in since for ratio in one]
     assert f"Against the kernels of the day before they have {min(every):.3f} to {max(every):.3f}" in TEXT
+    cells = json.loads((RESULTS / "before-and-after/decode-cpu-time.json").read_text())["cells"]
+    for one in cells:
+        new, old = (statistics.median(one[side]) for side in ("new", "old"))
+        assert one["new_over_old"] == round(new / old, 3)
+    ratios = {one["mechanism"]: one["new_over_old"] for one in cells}
+    text = "is {lssar} times that of the old kernels for LSSAR, {lssa} for LSSA and {softmax} for softmax"
+    assert text.format(**ratios) in TEXT

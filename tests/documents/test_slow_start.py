@@ -281,6 +281,29 @@ def test_the_head_that_lost_the_line_is_the_measured_one():
     )
 
 
+def test_two_more_heads_that_lost_the_line_are_the_measured_ones():
+    first, second = (json.loads((RESULTS / f"lost-line/toy-s{seed}.json").read_text()) for seed in (1, 2))
+    assert [(one["layer"], one["head"]) for one in (first, second)] == [(1, 0), (1, 1)]
+    assert f"losses at 1x are {first['loss at 1x']:.3f} and {second['loss at 1x']:.3f}." in TEXT
+    one, two = (
+        {key.removeprefix("clipped wavelengths: "): loss for key, loss in found["loss at 16x"].items()}
+        for found in (first, second)
+    )
+    assert (
+        f"falls from {one['none']:.3f} to {one['all']:.3f}, and from {two['none']:.3f} to {two['all']:.3f}. With N "
+        f"held at 64 it is {one['N at most 64']:.3f} and {two['N at most 64']:.3f}." in TEXT
+    )
+    taken = [found["none"] - found[which] for found in (one, two) for which in ("up to 64", "all")]
+    assert round(taken[2], 3) == round(taken[3], 3)
+    assert f"make {taken[0]:.3f} of {taken[1]:.3f}, and all of {taken[3]:.3f}. The other heads" in TEXT
+    shares = [
+        f"{sum(found['weight by distance'][at] for at in bins):.0%}".replace("%", " %")
+        for found, bins in ((first, ("320", "416")), (second, ("72", "96", "176")))
+    ]
+    assert f"puts {shares[0]} of its weight on distances of 320 to 327 and 416 to 423, head 1" in TEXT
+    assert f"the latter puts {shares[1]} on 72 to 79, 96 to 103 and 176 to 183." in TEXT
+
+
 def test_the_other_lines_that_were_lost_are_the_measured_ones():
     lost = {run: [loss("t6", run, length) for length in (128, 2048)] for run in ("lssar4", "demo-t6-lssar", "t6k4")}
     assert "four heads of 32 the loss goes from {:.3f} to {:.3f}.".format(*lost["lssar4"]) in TEXT

@@ -11,6 +11,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Trainer, TrainerCall
 
 import softfocus
 import softfocus.hf
+from softfocus.hf.t6 import factored
 from softfocus.lab.report.points import cell
 
 from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, by_label, by_row, claim, loss, minus
@@ -29,11 +30,18 @@ def test_the_size_of_t6s_cache_is_the_measured_one():
     assert f"demo's Softmax (2 heads of 64) takes {sizes[1]}." in GUIDE
 
 
-def test_what_folding_lengths_into_factors_saves_is_the_measured():
-    lines = json.loads((RESULTS / "t6-fold/results.json").read_text())["lines"]
-    attention, step = (sorted(line[what][1] for line in lines) for what in ("attention", "step"))
-    assert f"attention would take {attention[0]:.2f} to {attention[-1]:.2f} of its time" in GUIDE
-    assert f"would take {step[0]:.2f} to {step[-1]:.2f} (medians" in GUIDE
+def test_what_decoding_from_factors_takes_is_the_measured():
+    chosen = [line for line in json.loads((RESULTS / "t6-decode/results.json").read_text())["lines"] if line["chosen"]]
+    assert {line["tokens"] for line in chosen} == {2048, 4096, 8192}
+    assert all(len(line["model"]) == 3 for line in chosen)
+    lssar, softmax = (
+        [median for line in chosen if line["mechanism"] == name for _, median, _ in line["model"]]
+        for name in ("lssar", "softmax")
+    )
+    assert f"takes {min(lssar):.2f} to {max(lssar):.2f} of the time with LSSAR" in GUIDE
+    assert f"{min(softmax):.2f} to {max(softmax):.2f} with softmax" in GUIDE
+    assert factored.MIN_NUMBERS == 1 << 22
+    assert f"{-(-factored.MIN_NUMBERS // (34 * 64)):,} tokens for the 34 heads of 64" in GUIDE
 
 
 T6_ROWS = {

@@ -195,6 +195,21 @@ def test_a_run_writes_and_classifies_with_it(run: Path) -> None:
     assert [getattr(module, REPLACED) for module in attention_modules(model)] == [ChangedLaser(4.0, shifted=False)]
 
 
+def test_t6_decodes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With keys and values, not with factors."""
+    monkeypatch.setattr("softfocus.hf.t6.factored.MIN_NUMBERS", 0)
+    torch.manual_seed(0)
+    model = models.build(load("demo-t6", [LASER, TIMES.format(4), BARE]), 257).eval()
+    ids = torch.arange(12)[None]
+    with torch.inference_mode():
+        for parameter in model.parameters():  # what attention is projected by starts at zero
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        whole = model(input_ids=ids, use_cache=False).logits[:, -1]
+        cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+        step = model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
+    torch.testing.assert_close(step, whole, rtol=1e-4, atol=1e-4)
+
+
 def test_a_resumed_run_is_the_uninterrupted_one(
     run: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -308,7 +308,9 @@ def test_runs_are_compared(runs: Any, tmp_path: Path) -> None:
     evaluate_samples(runs("vit-toy"))
     report = compare([runs("vit-toy")], tmp_path, console=Console(file=io.StringIO()))
     assert isinstance(report, Report)
-    assert (tmp_path / "report.html").exists()
+    page = (tmp_path / "report.html").read_text()
+    assert "Training patches" in page
+    assert "Patches per second" in page
 
 
 @KINDS

@@ -4,6 +4,7 @@
 
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ def attention_forward(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     position_bias: Tensor | None = None,
+    attend: Callable[..., Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function behind ``attn_implementation="softfocus"``.
@@ -84,6 +86,8 @@ def attention_forward(
             only in padding-free batches: a mask carries its window already, and some models pass on
             a window that their eager attention does not have. A window of the layout comes on top.
         position_bias: float, broadcastable to [B, H, Lq, Lk], added to the scores.
+        attend: what computes attention, called as ``softfocus.attention``, which it is by default.
+            Its keys and values need not have the dimensions of the queries.
         kwargs: ``cu_seq_lens_q`` of padding-free batches is honoured where it describes the queries
             of the module; what the models pass on for others is ignored.
 
@@ -142,6 +146,7 @@ def attention_forward(
                 dropout_p=dropout,
                 document_ids=documents,
                 bias=_of_heads(position_bias, heads, total),
+                attend=attend,
                 head_scale=parameter_of(module, layer, number, "head_scale"),
                 power=parameter_of(module, layer, number, "power"),
             )
@@ -163,6 +168,7 @@ def _attend(
     window: int | None,
     scaling: float | None,
     dropout_p: float,
+    attend: Callable[..., Tensor] | None,
     **others: Any,
 ) -> Tensor:
     """One group of heads. query, key and value are views of the module's."""
@@ -206,8 +212,8 @@ def _attend(
     }
     for listener in listeners:
         listener(Call(module, range(heads.start, heads.stop), query, key, arguments))
-    attend = getattr(module, REPLACED, attention)
-    out: Tensor = attend(query, key, value, dropout_p=dropout_p, **arguments)
+    compute: Any = attend or getattr(module, REPLACED, attention)
+    out: Tensor = compute(query, key, value, dropout_p=dropout_p, **arguments)
     return out
 
 

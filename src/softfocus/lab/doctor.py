@@ -236,14 +236,15 @@ def _compilers() -> list[Check]:
 
 def _disk() -> list[Check]:
     from softfocus.lab.data.tokens import CACHE, default_cache
+    from softfocus.lab.run_folder.disk import size_text
 
     found = []
     for name, folder in (("token cache", default_cache()), ("runs", Path("runs").resolve())):
         there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
-        free = shutil.disk_usage(there).free / 1e9
+        free = shutil.disk_usage(there).free
         writable = os.access(there, os.W_OK)
-        finding = f"{folder}: {free:.1f} GB free" if writable else f"{folder} cannot be written to"
-        ok = writable and free > 1
+        finding = f"{folder}: {size_text(free)} free" if writable else f"{folder} cannot be written to"
+        ok = writable and free > 1e9
         remedy = "" if ok else f"choose another folder (--out for runs, {CACHE} for the cache) or free some space"
         status: Status = "ok" if ok else "fail"
         found.append(Check(topic="disk", name=name, status=status, finding=finding, remedy=remedy))

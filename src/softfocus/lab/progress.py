@@ -2,13 +2,14 @@
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 from softfocus.lab.run_folder.results import Row
 
@@ -44,6 +45,8 @@ Listener = Callable[[Event], None]
 
 EVERY = 10.0
 """Seconds between progress lines where there is no terminal to redraw."""
+SOON = 2.0
+"""Seconds after which something that has no line of its own yet is said."""
 
 
 def say(console: Console, text: str, *, style: str = "", wrap: bool = False) -> None:
@@ -58,6 +61,37 @@ def say(console: Console, text: str, *, style: str = "", wrap: bool = False) -> 
             be copied.
     """
     console.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=not wrap)
+
+
+@contextmanager
+def telling(console: Console, title: str) -> Iterator[Callable[[str], None]]:
+    """What says the steps of some work: a terminal shows the last one, anything else gets a line of
+    each.
+
+    Args:
+        console: where.
+        title: of the work.
+    """
+    if not console.is_terminal:
+        yield lambda text: say(console, f"{title}: {text}", wrap=True)
+        return
+    with console.status("") as status:
+        yield lambda text: status.update(Text(f"{title}: {text}"))
+
+
+def told_of(tell: Callable[[str], None]) -> Listener:
+    """A listener to a preparation: hands its messages on, the first after two seconds, then one
+    every ten.
+    """
+    due = time.monotonic() + SOON
+
+    def listen(event: Event) -> None:
+        nonlocal due
+        if event.kind == "prepare" and time.monotonic() >= due:
+            due = time.monotonic() + EVERY
+            tell(event.message + (f", {event.done} %" if event.total else ""))
+
+    return listen
 
 
 def preparing(run: str, message: str, share: float | None) -> Event:
@@ -104,11 +138,16 @@ class Display:
 
     Writes to stderr, so that stdout stays free for results; where that is no terminal, a plain line
     every ten seconds.
+
+    Args:
+        unit: what is counted: "steps".
+        quiet: show nothing.
+        parts: what the speed is counted in: of images "patches", of speech "frames".
     """
 
-    def __init__(self, unit: str, quiet: bool = False):
+    def __init__(self, unit: str, quiet: bool = False, parts: str = "tokens"):
         self.console = Console(stderr=True, quiet=quiet)
-        self._unit = unit
+        self._unit, self._parts = unit, parts
         self._tasks: dict[str, TaskID] = {}
         self._told = -math.inf
         self._bar = Progress(
@@ -152,7 +191,7 @@ class Display:
         elif event.kind == "step":
             facts = f"loss {event.loss:.3f} " if event.loss is not None else ""
             if event.tokens_per_second:
-                facts += f"{event.tokens_per_second:,.0f} tokens/s"
+                facts += f"{event.tokens_per_second:,.0f} {self._parts}/s"
             self._show(event.run, event.done, event.total, facts, self._unit)
 
     def _show(self, name: str, done: int, total: int | None, facts: str, unit: str) -> None:

@@ -40,6 +40,7 @@ from softfocus.lab.progress import silent
 from softfocus.lab.recipes import loading
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.figure import save_png, source_of
+from softfocus.lab.run_folder.disk import size_text
 from softfocus.lab.run_folder.files import load_run
 from softfocus.lab.run_folder.results import WRONG, Bucket, Setting, default_settings, json_text
 from softfocus.lab.studies import study
@@ -749,8 +750,6 @@ def test_earlier_runs_are_not_trained_again(two: Claim, tmp_path: Path, monkeypa
     assert further.runs == made.runs
     assert f"the runs of seed 1 in {tmp_path / 'fourth'} or {second / PUBLISHED} are judged, too" in said(screen)
 
-    with pytest.raises(LabError, match="there is no"):
-        reproduce("two", second, seeds=2, earlier=tmp_path, console=console())
     with monkeypatch.context() as patch:
         patch.setattr(data, "key", lambda _: "another")
         with pytest.raises(LabError, match=r"run a-s0 of .* was trained on \w+, and here is another"):
@@ -758,6 +757,15 @@ def test_earlier_runs_are_not_trained_again(two: Claim, tmp_path: Path, monkeypa
     two.rows["b"]["train"] = {"steps": 11}
     with pytest.raises(LabError, match=r"run b-s0 of .* has another recipe: train\.steps was 10 and is 11; leave"):
         reproduce("two", second, seeds=3, earlier=first / PUBLISHED, console=console())
+
+
+def test_a_folder_without_earlier_runs_is_named(two: Claim, tmp_path: Path) -> None:
+    """By the option, with what it takes."""
+    takes = r"; name one that holds CLAIM/SCALE/results\.json, as docs/results/claims does, or leave --from out$"
+    with pytest.raises(LabError, match=f"^--from: there is no folder {tmp_path / 'nope'}{takes}"):
+        reproduce("two", tmp_path / "out", earlier=tmp_path / "nope", console=console())
+    with pytest.raises(LabError, match=rf"^--from: {tmp_path} holds no two/toy/results\.json{takes}"):
+        reproduce("two", tmp_path / "out", earlier=tmp_path, console=console())
 
 
 @pytest.mark.long
@@ -977,8 +985,8 @@ def test_what_cannot_fit_is_refused_before_anything_starts(
     free(each * jobs * processes - 1)
     with pytest.raises(LabError) as refused:
         reproduce("two", tmp_path / "out", jobs=jobs, processes=processes, console=console())
-    assert f"needs at least 0.0 GB {needed}, and this machine has" in str(refused.value)
-    assert str(refused.value).endswith(f"GB free; {remedy}use a machine with more memory")
+    assert f"needs at least {size_text(each)} {needed}, and this machine has" in str(refused.value)
+    assert str(refused.value).endswith(f"B free; {remedy}use a machine with more memory")
     assert not (tmp_path / "out").exists()
     free(each * jobs * processes)
     reproduce("two", tmp_path / "out", jobs=jobs, processes=processes, estimate_only=True, console=console())
@@ -1013,7 +1021,7 @@ def test_a_training_that_cannot_fit_is_refused_before_its_corpus(tiny: Path, tmp
     monkeypatch.setattr(data, "load", lambda *_: pytest.fail("the corpus was read"))
     with pytest.raises(
         LabError,
-        match=r"tiny needs at least .* GB of memory, and this .* GB free; "
+        match=r"tiny needs at least .*[KM]B of memory, and this .*B free; "
         "choose a smaller model, raise train.accumulate or use a machine with more memory$",
     ):
         train(loading.load(tiny), tmp_path / "out")
@@ -1051,14 +1059,14 @@ def test_shards_that_are_copied_are_counted(two: Claim, tmp_path: Path, monkeypa
     assert data.to_copy(recipes(two, "toy", [0])) == 3 * (1024 + 4000), "once for both rows"
     screen = console()
     reproduce("two", tmp_path / "out", seeds=1, estimate_only=True, console=screen)
-    assert "Two rows: 0 MB of shards are copied into the token cache first" in said(screen)
+    assert "Two rows: 15.1 KB of shards are copied into the token cache first" in said(screen)
     assert data.to_copy(recipes(two, "toy", [0])) == 0
     again = console()
     reproduce("two", tmp_path / "out", seeds=1, estimate_only=True, console=again)
     assert "shards" not in said(again)
     monkeypatch.setenv("SOFTFOCUS_CACHE", str(tmp_path / "elsewhere"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000))
-    with pytest.raises(LabError, match=r"elsewhere has 0\.0 GB free, and 0\.0 GB of shards are copied there"):
+    with pytest.raises(LabError, match=r"elsewhere has 10\.0 KB free, and 15\.1 KB of shards are copied there"):
         reproduce("two", tmp_path / "out", seeds=1, console=console())
     with pytest.raises(LabError, match="of shards are copied there"):
         train(recipes(two, "toy", [0])[0], tmp_path / "run")

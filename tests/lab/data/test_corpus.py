@@ -256,7 +256,17 @@ def test_damaged_packed_files_are_refused(tmp_path, suffix):
             lines({"txt": "x", "id": 3}),
             "line 1 has no field 'text'; name the right one with text_field; there are 'txt', 'id'",
         ),
-        (lines({"text": 3}), "line 1: the field 'text' holds no text"),
+        (
+            lines({"text": "good"}, {"text": 3, "n": 1}),
+            "line 2: the field 'text' is 3, and must be text; correct the line (null is left out), or name another "
+            "field with text_field; with text: none",
+        ),
+        (
+            b'{"text": NaN, "body": "x"}\n',
+            "line 1: the field 'text' is NaN, and must be text; correct the line (null is left out), or name another "
+            "field with text_field; with text: 'body'",
+        ),
+        (lines({"text": ["x" * 99]}), f"line 1: the field 'text' is [\"{'x' * 38}..., and must be text; "),
         (b'{"text": "\xff"}\n', "line 1 is not JSON"),
         (b"\0\1\2\3", "line 1 is not JSON"),
         (b"[" * 100_000, "line 1 is not JSON"),

@@ -161,6 +161,30 @@ def test_labels_that_can_be_learned_are_learned(trained: Path, tmp_path: Path, m
     assert load_measured(folder, Labelled).rows == [second, again], "a data set has one row"
 
 
+def test_data_sets_of_one_name_have_a_row_each(trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Rows from before there was a key are told apart by their numbers."""
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    first = classify_labelled(folder, written(tmp_path / "a" / "RTE", [LINE, OTHER], [LINE, OTHER]), epochs=1)
+    assert not caplog.messages
+    second = classify_labelled(folder, written(tmp_path / "b" / "RTE", [LINE, OTHER], [OTHER, OTHER]), epochs=1)
+    assert (first.data, second.data) == ("RTE", "RTE")
+    assert load_measured(folder, Labelled).rows == [first, second]
+    assert caplog.messages == [f"{folder / 'labelled.json'} holds other data of the name RTE, too: their key differs"]
+    (tmp_path / "b").rename(tmp_path / "moved")
+    again = classify_labelled(folder, tmp_path / "moved" / "RTE", epochs=2)
+    assert load_measured(folder, Labelled).rows == [first, again]
+
+    file = folder / "labelled.json"
+    early = json.loads(file.read_text())
+    early["rows"] = [{key: value for key, value in early["rows"][0].items() if key != "key"}]
+    file.write_text(json.dumps(early))
+    longer = classify_labelled(folder, written(tmp_path / "c" / "RTE", [LINE, OTHER, OTHER], [LINE, OTHER]), epochs=1)
+    assert [row.key for row in load_measured(folder, Labelled).rows] == ["", longer.key]
+    same = classify_labelled(folder, tmp_path / "a" / "RTE", epochs=1)
+    assert load_measured(folder, Labelled).rows == [longer, same]
+
+
 def test_a_damaged_file_of_results_is_refused_before_anything_is_trained(trained: Path, tmp_path: Path) -> None:
     """Its rows would be lost."""
     folder = tmp_path / "run"

@@ -2,6 +2,7 @@
 gone on with.
 """
 
+import io
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 import softfocus.hf
 from softfocus.lab import cli
@@ -21,6 +23,7 @@ from softfocus.lab.evaluate.recall import edges, reach, recall
 from softfocus.lab.generate import generate
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes.loading import load, shipped
+from softfocus.lab.report.recall import recall_tables
 from softfocus.lab.run_folder.files import MODEL, RECALL, load_measured, load_run
 from softfocus.lab.run_folder.results import Recall, json_text
 from softfocus.lab.train.run import train
@@ -236,13 +239,19 @@ def test_a_text_model_is_asked_for_passkeys(
     reader.wrong = wrong
     monkeypatch.setattr(models, "load", lambda *_: reader)
     monkeypatch.setattr("softfocus.lab.evaluate.recall.has_plain_head", lambda _: False)
-    (row,) = recall(run, [400], sequences=40).rows
+    events: list[Event] = []
+    found = recall(run, [400], sequences=40, progress=events.append)
+    (row,) = found.rows
     numbers = ["".join(map(str, random_for("evaluation", 0, n).integers(10, size=5))) for n in range(40)]
     right = sum(not set(wrong) & set(number) for number in numbers)
     assert (row.answers, row.chance, row.grown, row.nearest) == (40, 1e-5, False, 200)
     assert row.accuracy == row.complete == pytest.approx(right / 40)
     assert wrong != "7" or 0 < right < 40
     assert all(part.start >= 192 for part in row.by_distance), "the number stands at least half the sequence back"
+    assert " of 40 answers right (chance is 0.00001), all of them in " in events[-1].message
+    screen = Console(file=io.StringIO(), width=100)
+    screen.print(recall_tables(found))
+    assert "Right answers; chance is 0.00001 " in screen.file.getvalue()
 
 
 def test_what_cannot_be_measured(trained: Path, run: Path, tiny: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import softfocus.hf
 from softfocus import catalog
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError, UsageError
+from softfocus.lab.recipes.data import parts_of
 from softfocus.lab.recipes.loading import load, shipped
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.train.run import train
@@ -436,3 +437,13 @@ def test_a_run_beside_it_does_not_make_a_misspelt_recipe_a_missing_file(tmp_path
     Path("run.json").write_text("{}")
     with pytest.raises(LabError, match=r"there is no recipe 'dmo-lssar'; did you mean 'demo-lssar'"):
         load("dmo-lssar")
+
+
+def test_what_windows_are_counted_in() -> None:
+    """From the recipe, and from its text in results."""
+    found = {name: load(name) for name in ("demo", "mqar", "bert-toy", "vit-toy", "conformer-toy")}
+    parts = {name: recipe.data.parts for name, recipe in found.items()}
+    tokens = dict.fromkeys(("demo", "mqar", "bert-toy"), "tokens")
+    assert parts == tokens | {"vit-toy": "patches", "conformer-toy": "frames"}
+    assert {name: parts_of(recipe.to_toml()) for name, recipe in found.items()} == parts
+    assert parts_of("") == parts_of("= ") == "tokens"

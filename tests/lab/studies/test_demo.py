@@ -28,7 +28,7 @@ from softfocus.lab.recipes.loading import load
 from softfocus.lab.report.results import Report, read_as
 from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.files import EVALUATION, RUN, load_run
-from softfocus.lab.run_folder.results import Bucket, Row, RunInfo, Setting, default_settings
+from softfocus.lab.run_folder.results import AS_TRAINED, Bucket, Row, RunInfo, Setting, default_settings
 from softfocus.lab.studies import demo, pool, study
 from softfocus.lab.studies.demo import FAST, MODELS, run_demo
 from softfocus.lab.studies.jobs import TRAINING, Job, empty_evaluation
@@ -135,6 +135,15 @@ class TestScreen:
         assert "lssar: 16x (2,048 tokens), dynamic NTK: 1.250 ± 0.500" in lines
         assert "lssar: failed: what; remedy (log: log)" in lines
         assert "\x1b" not in said(console)
+
+    @pytest.mark.parametrize(("name", "parts"), [("conformer-toy", "frames"), ("vit-toy", "patches")])
+    def test_frames_and_patches_are_no_tokens(self, name, parts):
+        job, console = make_job(name, status="training"), plain_console()
+        length = job.recipe.train.length
+        job.take(Event(kind="step", run="", done=60, total=600, loss=2.5, tokens_per_second=1234.0), now=1.0)
+        assert job.facts == f"loss 2.500  1,234 {parts}/s"
+        Screen(console, [job], 1).row(job, self.ROW.model_copy(update={"length": length, "setting": AS_TRAINED}))
+        assert said(console) == f"softmax: 1x ({length} {parts}), as trained: 1.250 ± 0.500\n"
 
     def test_bars_and_the_filling_table_on_a_terminal(self):
         job = make_job(status="training")
@@ -326,7 +335,7 @@ class TestWhole:
 
     def test_it_says_first_what_is_left_and_what_that_takes(self, whole):
         for said, left in zip(whole.said, (3, 1), strict=True):
-            takes = r"about \d+:\d\d \(minutes:seconds\), and \d+ MB on disk"
+            takes = r"about \d+:\d\d \(minutes:seconds\), and [\d.]+ [KM]B on disk"
             assert re.search(rf"^softfocus demo: 5 runs, {left} of them left: {takes}$", said, re.MULTILINE), said
 
     def test_what_was_finished_is_kept(self, whole):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from softfocus.lab import objective
+from softfocus.lab import objective, progress
 from softfocus.lab.cli.options import seeds_of
 from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.evaluate.loss import evaluate
@@ -216,7 +216,7 @@ def test_each_row_is_timed_once_whatever_its_name(two_rows: Path, tmp_path: Path
     made = study.recipes(*study.load(str(two_rows)))
     timed = []
 
-    def trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:
+    def trial(recipe: Recipe, *_: object) -> tuple[float, int]:
         timed.append(recipe.name)
         return 1.0, 1
 
@@ -233,6 +233,31 @@ def test_each_row_is_timed_once_whatever_its_name(two_rows: Path, tmp_path: Path
     assert study.estimate(jobs, 3).bytes == 4 * (2 * 12 + 4) + 3 * 12
     monkeypatch.setattr(study, "is_trained", lambda job: True)
     assert study.estimate(jobs, 1).seconds == pytest.approx(0.4)  # the evaluations are left
+
+
+def test_off_a_terminal_an_estimate_says_what_it_does(two_rows: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """A line of what comes before, and one of each row that is timed: a row may take minutes."""
+    monkeypatch.setattr(study, "_trial", lambda *_: (1.0, 1))
+    screen = console()
+    run_study(str(two_rows), tmp_path / "out", jobs=1, estimate_only=True, console=screen)
+    loaded = study.load(str(two_rows))[0]
+    *lines, last = [line for line in said(screen).splitlines() if line.startswith(f"{loaded.title}: ")]
+    first, second = loaded.rows
+    assert lines == [
+        f"{loaded.title}: reading the recipes",
+        f"{loaded.title}: checking whether memory holds the runs",
+        f"{loaded.title}: timing a few steps of {first}, 1 of 2",
+        f"{loaded.title}: timing a few steps of {second}, 2 of 2",
+    ]
+    assert "4 runs, 4 of them left" in last
+
+
+def test_an_estimate_says_that_it_tokenises(two_rows: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("SOFTFOCUS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(progress, "SOON", 0.0)
+    screen = console()
+    run_study(str(two_rows), tmp_path / "out", jobs=1, estimate_only=True, console=screen)
+    assert f"{study.load(str(two_rows))[0].title}: tokenising " in said(screen)
 
 
 def test_the_estimate_counts_the_fine_tuning_for_a_classification(
@@ -453,7 +478,7 @@ def test_a_folder_takes_one_study_at_a_time(tmp_path: Path) -> None:
     where = console()
     with owning(tmp_path / "out"), pytest.raises(LabError, match="out is in use by process"):
         run_study(str(tmp_path / "task.toml"), tmp_path / "out", console=where)
-    assert said(where) == "", "it is refused before anything is timed"
+    assert said(where) == "A task: reading the recipes\n", "it is refused before anything is timed"
     assert [path.name for path in (tmp_path / "out").iterdir()] == [LOCK]
     with owning(tmp_path / "out"), pytest.raises(LabError, match="out is in use by process"):  # it came in between
         pool.work(tmp_path / "out", [], workers=1, overwrite=False, console=where)
@@ -504,6 +529,8 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         study.recipes(*study.load("layouts"), rows=["softmax", "softmac"])
     with pytest.raises(LabError, match=r"there is no study layout; did you mean 'layouts'"):
         study.load("layout")
+    with pytest.raises(LabError, match=r"^there is no study file layout\.toml; check the path; `softfocus recipes` l"):
+        study.load("layout.toml")
     with pytest.raises(UsageError, match="--seeds: '1,x' is not a list"):
         seeds_of("1,x")
     with pytest.raises(UsageError, match="--jobs: 99 at a time"):

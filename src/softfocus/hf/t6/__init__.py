@@ -14,7 +14,7 @@ any attention (3.2; here any mechanism)::
     head_i = attention(Q_i, K_i, V_i)      TPA = Concat(head_1, ..., head_h) W^O     (3.3)
 
 The KV cache holds A_K, the turned B_K, A_V and B_V: (R_K + R_V)(h + d) numbers a token in place of
-2 h d (section 3.3).
+2 h d (section 3.3). A step with many keys attends to these (:mod:`softfocus.hf.t6.factored`).
 
 The rest is Llama's, as in the authors' code: RMSNorm before each part, here without weights, SwiGLU
 of width floor(8/3 of the hidden size), no biases, tied embeddings. The factors' weights are

@@ -18,19 +18,15 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from softfocus.hf.adapter import REPLACED, attention_forward
 from softfocus.hf.t6.config import T6Config
+from softfocus.hf.t6.factored import Factored, combine, suits
 
 
 def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Factors [B, L, R, d] turned by the tables [B, L, d] of their positions."""
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     return (x * cos) + (rotate_half(x) * sin)
-
-
-def combine(a: Tensor, b: Tensor) -> Tensor:
-    """1/R A^T B of each token, [B, h, L, d], from factors A [B, L, R, h] and B [B, L, R, d]."""
-    rank = a.shape[2]
-    return ((a / rank).transpose(-1, -2) @ b).transpose(1, 2)
 
 
 def pack(a: Tensor, b: Tensor) -> Tensor:
@@ -112,11 +108,18 @@ class T6Attention(nn.Module):
         attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
+        query = combine(q_a, q_b)
+        plain = attention is attention_forward and not hasattr(self, REPLACED)
+        if plain and not self.training and suits(query, v_a, v_b):
+            key, value = k_a.permute(0, 3, 1, 2), v_a.permute(0, 3, 1, 2)
+            kwargs["attend"] = Factored(k_b, v_b)
+        else:
+            key, value = combine(k_a, k_b), combine(v_a, v_b)
         out, weights = attention(
             self,
-            combine(q_a, q_b),
-            combine(k_a, k_b),
-            combine(v_a, v_b),
+            query,
+            key,
+            value,
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,

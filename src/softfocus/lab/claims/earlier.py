@@ -29,7 +29,7 @@ def runs(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path) -> di
         folder: as `softfocus report` reads it.
 
     Raises:
-        LabError: no such results, or some that another recipe or other data gave.
+        LabError: no such folder or results, or some that another recipe or other data gave.
     """
     place, results = _published(claim, scale, folder)
     there = {f"{run.row}-s{run.info.seed}": run for run in results.runs}
@@ -61,6 +61,11 @@ def names(claim: Claim, scale: Scale, folder: Path) -> list[str]:
 
 def _published(claim: Claim, scale: Scale, folder: Path) -> tuple[Path, Results]:
     place = folder / claim.name / scale / RESULTS
+    remedy = "name one that holds CLAIM/SCALE/results.json, as docs/results/claims does, or leave --from out"
+    if not folder.is_dir():
+        raise LabError(f"--from: there is no folder {folder}", remedy)
+    if not place.exists():
+        raise LabError(f"--from: {folder} holds no {place.relative_to(folder)}", remedy)
     return place, outcomes.read(place)
 
 

@@ -17,6 +17,7 @@ from softfocus.lab.claims.earlier import changes
 from softfocus.lab.claims.parts import SEEDS, Verdict, together
 from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SHARES, SIZES, TRAINING, Results
 from softfocus.lab.claims.verdict import Judged, judge
+from softfocus.lab.recipes.data import parts_of
 from softfocus.lab.report.notes import short_commit
 from softfocus.lab.report.points import settings
 from softfocus.lab.run_folder.disk import write_atomically
@@ -292,7 +293,8 @@ def _runs(claim: Claim, scale: Scale, results: Results) -> str:
     machines = sorted({f"{i.machine.cpu}, {i.machine.cores} cores, on {i.machine.device}" for i in infos})
     commits = sorted({short_commit(info.commit) for info in infos})
     torch = sorted({info.versions.get("torch", "?") for info in infos})
-    tokens = sorted({info.steps * info.tokens_per_step for info in infos})
+    counts = sorted({info.steps * info.tokens_per_step for info in infos})
+    trained = f"{_each(f'{count / 1e6:.2f}' for count in counts)} M training {parts_of(results.runs[0].recipe)}"
     seeds = sorted({info.seed for info in infos})
     numbered = f"{'seeds' if len(seeds) > 1 else 'seed'} {_each(map(str, seeds))}"
     base = f"`{claim.base(scale)}`"
@@ -300,7 +302,7 @@ def _runs(claim: Claim, scale: Scale, results: Results) -> str:
         base += f" with {_each(f'`{override}`' for override in results.overrides)}"
     return (
         f"What was run: {len(infos)} trainings of {_count(len(results.rows), 'row')} on the recipe {base} "
-        f"({size} M parameters, {_each(f'{count / 1e6:.2f}' for count in tokens)} M training tokens), {numbered}; "
+        f"({size} M parameters, {trained}), {numbered}; "
         f"commit {_each(commits)}; torch {_each(torch)}; {_each(machines)}."
     )
 

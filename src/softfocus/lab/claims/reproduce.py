@@ -11,7 +11,7 @@ from softfocus.lab.claims.claim import Claim, Scale
 from softfocus.lab.claims.page import report, verdict_lines
 from softfocus.lab.claims.results import RESULTS, Results, Run, collect
 from softfocus.lab.errors import LabError
-from softfocus.lab.progress import say
+from softfocus.lab.progress import say, telling
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.results import json_text
@@ -66,11 +66,14 @@ def reproduce(
         UsageError: no such claim, one that cannot be run at this scale, or an override that makes
             no recipe or changes a key in which the rows differ.
         LabError: what memory or disk cannot hold, a run that failed (after the others have been
-            judged), earlier runs of other recipes or data, or Ctrl-C.
+            judged), a folder without earlier runs of the claim, earlier runs of other recipes or
+            data, or Ctrl-C.
     """
     console = console or Console()
     claim = claims.load(name)
-    plan = claims.recipes(claim, scale, range(seeds), overrides)
+    with telling(console, claim.title) as tell:
+        tell("reading the recipes")
+        plan = claims.recipes(claim, scale, range(seeds), overrides)
     there = earlier_runs.runs(claim, scale, plan, earlier) if earlier is not None else {}
     if earlier is not None:
         taken = f"{claim.title}: {len(there)} of {len(plan)} runs are taken from {earlier}"

@@ -90,7 +90,7 @@ def evaluate(
         given |= {"mechanism": mechanism, "buckets": buckets}
         if recipe.data.kind != "masked":
             given["tokens"] = tokens
-        _samples(run, given, tokens, batch_tokens, quiet, json)
+        _samples(run, recipe.data.parts, given, tokens, batch_tokens, quiet, json)
         return
     wanted = parse(lengths or recipe.evaluate.lengths, info.train_length)
     scalings = _ROPE if rope is None else rope
@@ -119,7 +119,13 @@ def evaluate(
 
 
 def _samples(
-    run: Path, options: dict[str, Any], tokens: int | None, batch_tokens: int, quiet: bool, json: Path | None
+    run: Path,
+    parts: str,
+    options: dict[str, Any],
+    tokens: int | None,
+    batch_tokens: int,
+    quiet: bool,
+    json: Path | None,
 ) -> None:
     """Loss and error rate of what is not read from left to right: lengths, RoPE and windows have no
     meaning there.
@@ -131,7 +137,7 @@ def _samples(
     from softfocus.lab.report.points import singles
     from softfocus.lab.report.table import loss_table
 
-    with Display("tokens", quiet=quiet) as display:
+    with Display(parts, quiet=quiet, parts=parts) as display:
         found = evaluate_samples(run, tokens=tokens, batch_tokens=batch_tokens, progress=display)
     if not write_json(json, found):
         print_table(loss_table(singles([found]), title="Validation loss, nats per prediction, and share of wrong ones"))

@@ -29,8 +29,8 @@ def train(
     -slow-start, -t6, -t6-lssar); toy(-llama); small(-global-heads, -llama); gpt2-124m(-softmax,
     -lssa, -lssar, -laser, -llama); repeats; mqar(-softmax, -ssmax, -cosine-log-n, -lssa,
     -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar, -short-rope-lssar,
-    -global-heads); passkey(-softmax, -ssmax, -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar,
-    -laser, -window, -nope, -nope-lssar, -global-heads);
+    -hybrid, -global-heads); passkey(-softmax, -ssmax, -cosine-log-n, -lssa, -lssar-3,
+    -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar, -global-heads);
     vit-toy; vit-small; vit-s16; bert-toy; bert-small; bert-base; conformer-toy;
     conformer-small; conformer-librispeech. Ctrl-C keeps a checkpoint;
     --resume goes on exactly there.
@@ -53,7 +53,8 @@ def train(
     folder = out or Path("runs") / chosen.name
     begins = resume and not (folder / RUN).exists()
     # torchrun and accelerate number their processes; only the first one speaks
-    with Display("steps", quiet=quiet or os.environ.get("RANK", "0") != "0") as display:
+    quietly, parts = quiet or os.environ.get("RANK", "0") != "0", chosen.data.parts
+    with Display("steps", quiet=quietly, parts=parts) as display:
         if chosen.model.layout and not quiet:  # which may be another one than its writer thinks
             say(display.console, f"{chosen.name}: {chosen.model.label}")
         if begins:
@@ -61,7 +62,7 @@ def train(
         info = train(chosen, folder, resume=resume, overwrite=overwrite, progress=display)
     if PartialState().is_main_process:
         measure = "recall" if chosen.data.kind == "task" else "evaluate"
-        pace = f", {info.tokens_per_second:,.0f} tokens/s" if info.tokens_per_second else ""
+        pace = f", {info.tokens_per_second:,.0f} {parts}/s" if info.tokens_per_second else ""
         say(
             display.console,
             f"{folder}: {info.mechanism}, {info.parameters / 1e6:.2f} M parameters, {info.steps_done} steps, "

@@ -231,7 +231,13 @@ def _json_lines(path: Path, stream: io.BufferedReader, field: str) -> Iterator[s
             raise LabError(f"{path}, line {number} has no field '{field}'", _fields("text_field", row))
         text = row[field]
         if text is not None and not isinstance(text, str):
-            raise LabError(f"{path}, line {number}: the field '{field}' holds no text", _fields("text_field", row))
+            given = json.dumps(text)
+            given = given if len(given) <= 40 else f"{given[:40]}..."
+            others = ", ".join(repr(name) for name, value in row.items() if isinstance(value, str)) or "none"
+            raise LabError(
+                f"{path}, line {number}: the field '{field}' is {given}, and must be text",
+                f"correct the line (null is left out), or name another field with text_field; with text: {others}",
+            )
         yield whole(text or "")
 
 

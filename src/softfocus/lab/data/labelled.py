@@ -1,5 +1,6 @@
 """Labelled examples: JSONL files in the layout of SuperGLUE's tasks, as ids of a tokenizer."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset
 from softfocus.lab.data.corpus import json_objects, whole
 from softfocus.lab.data.tokenizer import Encoder
 from softfocus.lab.errors import LabError
+from softfocus.lab.run_folder.manifest import digest
 
 LABEL = "label"
 TRAINING, HELD_OUT = "train.jsonl", ("val.jsonl", "validation.jsonl")
@@ -48,6 +50,7 @@ class Labelled:
 
     Attributes:
         name: of its folder.
+        key: a digest of the two files.
         fields: whose texts make an example, in this order.
         labels: the names of the classes.
         training, held_out: the examples.
@@ -55,6 +58,7 @@ class Labelled:
     """
 
     name: str
+    key: str
     fields: tuple[str, ...]
     labels: tuple[str, ...]
     training: Examples
@@ -81,7 +85,8 @@ def read(folder: Path, tokenizer: Any, longest: int, fields: Sequence[str] = ())
     """
     if LABEL in fields:
         raise LabError(f"--fields: '{LABEL}' is the answer", "name the fields that an example is made of")
-    training, held_out = (_lines(_file(folder, names)) for names in ((TRAINING,), HELD_OUT))
+    files = [_file(folder, names) for names in ((TRAINING,), HELD_OUT)]
+    training, held_out = map(_lines, files)
     wanted = tuple(fields) or _text_fields(training[0].values)
     names = tuple(sorted({_label(line) for line in training}))
     if len(names) < 2:
@@ -97,7 +102,8 @@ def read(folder: Path, tokenizer: Any, longest: int, fields: Sequence[str] = ())
         cut += sum(len(ids) > longest for ids in inputs)
         labels = np.array([names.index(_label(line)) for line in lines], dtype=np.int64)
         made.append(Examples([ids[-longest:] for ids in inputs], labels))
-    return Labelled(folder.resolve().name, wanted, names, made[0], made[1], cut)
+    key = hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()[:12]
+    return Labelled(folder.resolve().name, key, wanted, names, made[0], made[1], cut)
 
 
 def padded(batch: Sequence[dict[str, Any]], end: int) -> dict[str, torch.Tensor]:

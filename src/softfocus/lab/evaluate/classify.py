@@ -2,6 +2,7 @@
 where another one ends. Accuracy on examples that are held out.
 """
 
+import logging
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import LABELLED, MODEL, RECIPE, load_measured, load_run, measures, save_measured
 from softfocus.lab.run_folder.results import Classification, Labelled, LabelledRow, RunInfo
+
+_log = logging.getLogger(__name__)
 
 LONGEST = 128
 """Tokens an example, both pieces together; fewer where the training length is shorter."""
@@ -168,7 +171,8 @@ def classify_labelled(
         progress: called with "step" events.
 
     Returns:
-        What labelled.json holds of this data set. An earlier row of it is replaced.
+        What labelled.json holds of this data set. An earlier row of it is replaced; one of other
+            files in a folder of the same name stays.
 
     Raises:
         LabError: a run that is not finished or was trained on a task, an architecture that has no
@@ -194,6 +198,7 @@ def classify_labelled(
     mean = Mean.of((predicted == answers).astype(int).tolist(), [1] * len(answers))
     row = LabelledRow(
         data=found.name,
+        key=found.key,
         fields=list(found.fields),
         labels=list(found.labels),
         examples=len(found.training),
@@ -205,9 +210,18 @@ def classify_labelled(
         commonest=float((answers == commonest).mean()),
         answers=[found.labels[place] for place in predicted],
     )
-    kept = [one for one in earlier if one.data != row.data]
+    kept = [one for one in earlier if not _same_data(one, row)]
+    if any(one.data == row.data for one in kept):
+        _log.warning("%s holds other data of the name %s, too: their key differs", folder / LABELLED, row.data)
     save_measured(folder, Labelled(**info.named, rows=[*kept, row]))
     return row
+
+
+def _same_data(one: LabelledRow, other: LabelledRow) -> bool:
+    """Whether two rows are of one data set. Early ones have no key; their numbers have to do."""
+    if one.key and other.key:
+        return (one.data, one.key) == (other.data, other.key)
+    return all(getattr(one, name) == getattr(other, name) for name in ("data", "labels", "examples", "held_out"))
 
 
 def _refuse_sinks(folder: Path) -> None:

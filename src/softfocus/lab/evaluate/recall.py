@@ -138,7 +138,7 @@ def row_text(row: RecallRow) -> str:
     how = "more to remember" if row.grown else "more filler"
     return (
         f"length {row.length:>7,}, {how:16} {row.accuracy:.3f} ± {row.standard_error:.3f} of {row.answers:,} answers "
-        f"right, all of them in {row.complete:.3f} of {row.sequences:,} sequences"
+        f"right (chance is {row.chance_text}), all of them in {row.complete:.3f} of {row.sequences:,} sequences"
     )
 
 

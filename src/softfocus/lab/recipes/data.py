@@ -1,5 +1,6 @@
 """The [data] table of a recipe: what a model learns from, and the kind of thing that it learns."""
 
+import tomllib
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -21,6 +22,9 @@ TRAINED_ON: dict[Kind, str] = {
     "speech": "speech",
 }
 """What it is trained on, for people."""
+
+_PARTS = {"images": "patches", "speech": "frames"}
+"""What windows are counted in where that is not tokens, for people: files say tokens of all."""
 
 
 class Table(BaseModel):
@@ -117,3 +121,17 @@ class DataTable(Table):
         if self.source is None:
             return "task"
         return "text" if self.masked is None else "masked"
+
+    @property
+    def parts(self) -> str:
+        """What its windows are counted in, for people: "tokens", "patches", "frames"."""
+        return _PARTS.get(self.kind, "tokens")
+
+
+def parts_of(recipe: str) -> str:
+    """The parts of a resolved recipe's data, from its TOML; "tokens" where that cannot be told."""
+    try:
+        data = tomllib.loads(recipe)["data"]
+    except (tomllib.TOMLDecodeError, KeyError):  # of early runs
+        return "tokens"
+    return next((parts for table, parts in _PARTS.items() if table in data), "tokens")

@@ -14,6 +14,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from softfocus.lab.evaluate.means import Estimate
+from softfocus.lab.recipes.data import parts_of
 from softfocus.lab.report import figure
 from softfocus.lab.report.finding import Difference
 from softfocus.lab.report.notes import provenance, same_text, short_commit
@@ -54,6 +55,8 @@ def render(report: Report) -> str:
     names = labels(evaluations)
     by_run = {id(entry.evaluation): entry.info for entry in report.runs}
     members = [[by_run[id(evaluation)] for evaluation in group.evaluations] for group in groups]
+    parts = " or ".join(sorted({parts_of(entry.recipe) for entry in report.runs}, reverse=True))
+    units = parts, parts.capitalize()
     has_buckets = any(row.buckets for evaluation in evaluations for row in evaluation.rows)
     return template("report/page.html.j2").render(
         report=report,
@@ -66,7 +69,7 @@ def render(report: Report) -> str:
         training=svg(figure.training_figure(members, groups)) if any(info.train_loss for info in infos) else None,
         tables=_loss_tables(groups, report.axis),
         differences=[_difference(one, report.axis) for one in report.finding.differences],
-        runs=[["", *names], *([heading, *map(of_run, infos)] for heading, of_run in _RUN)],
+        runs=[["", *names], *([heading.format(*units), *map(of_run, infos)] for heading, of_run in _RUN)],
         recipes=[(name, entry.recipe) for name, entry in zip(names, report.runs, strict=True) if entry.recipe],
         machines=sorted({f"{i.machine.cpu}, {i.machine.cores} cores, on {i.machine.device}" for i in infos}),
         versions=sorted({f"{name} {version}" for info in infos for name, version in info.versions.items()}),
@@ -171,11 +174,13 @@ _RUN: tuple[tuple[str, Callable[[RunInfo], str]], ...] = (
     ("Parameters", lambda info: f"{info.parameters:,}"),
     ("Training length", lambda info: f"{info.train_length:,}"),
     ("Steps", lambda info: f"{info.steps_done:,}"),
-    ("Training tokens", lambda info: f"{info.steps_done * info.tokens_per_step:,}"),
+    ("Training {0}", lambda info: f"{info.steps_done * info.tokens_per_step:,}"),
     ("Last training loss", lambda info: "–" if info.final_loss is None else loss_text(info.final_loss)),
-    ("Tokens per second", lambda info: "–" if info.tokens_per_second is None else f"{info.tokens_per_second:,.0f}"),
+    ("{1} per second", lambda info: "–" if info.tokens_per_second is None else f"{info.tokens_per_second:,.0f}"),
     ("Minutes", minutes),
     ("Seed", lambda info: str(info.seed)),
     ("Commit", lambda info: short_commit(info.commit)),
 )
-"""The lines of the table of runs: a heading, and what stands there of a run."""
+"""The lines of the table of runs: a heading, with what windows are counted in ("tokens", "Tokens"),
+and what stands there of a run.
+"""

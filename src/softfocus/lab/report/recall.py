@@ -14,19 +14,13 @@ FIGURE = "recall.png"
 BLIND = "*"
 
 
-def chance_text(chance: float) -> str:
-    """With three digits behind the point, unless they were zeros."""
-    return f"{chance:.3f}" if chance >= 0.001 else f"{chance:g}"
-
-
 def recall_tables(recall: Recall) -> RenderableType:
     """Right answers by length and by distance, whatever a row's window."""
     lengths = sorted({row.length for row in recall.shown})
     limits = sorted({(part.start, part.end) for row in recall.shown for part in row.by_distance})
-    chance = recall.rows[0].chance
     tables: list[RenderableType] = [
         curve_table(
-            f"Right answers; chance is {chance_text(chance)}",
+            f"Right answers; chance is {recall.rows[0].chance_text}",
             "lengthened by",
             [*_by_length(recall), *_complete(recall)],
             {length: f"{length / recall.train_length:g}x\n{length:,}" for length in lengths},

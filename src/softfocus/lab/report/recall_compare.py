@@ -15,7 +15,7 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.progress import say
 from softfocus.lab.report.curves import Line, Panel, Point, curve_table, save_curves
 from softfocus.lab.report.points import count_text, labels, without_seed
-from softfocus.lab.report.recall import BLIND, chance_text
+from softfocus.lab.report.recall import BLIND
 from softfocus.lab.report.results import FIGURE, RESULTS, load_recipe_text, lost_lines, read_as, refuse_twice
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.files import load_measured, load_run
@@ -129,7 +129,7 @@ def compare_recall(
         if lines:
             lengths = sorted({int(point.at) for line in lines for point in line.points})
             heads = {float(length): f"{length / first.train_length:g}x\n{length:,}" for length in lengths}
-            heading = f"Right answers, lengthened by {name}; chance is {chance_text(chance)}"
+            heading = f"Right answers, lengthened by {name}; chance is {first.rows[0].chance_text}"
             console.print(curve_table(heading, "", lines, heads))
             panels.append(Panel(f"sequence length (tokens), {name}", "share of right answers", lines, chance))
     for note in report.notes:

@@ -56,6 +56,14 @@ def write_atomically(path: Path, text: str) -> None:
                 raise
 
 
+def size_text(size: int) -> str:
+    """So many bytes, for people: "1.5 GB", "836 MB", "12.3 KB"."""
+    for unit, count in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if size >= count:
+            return f"{size / count:,.{0 if size >= 100 * count else 1}f} {unit}"
+    return f"{size} bytes"
+
+
 def check_room(folder: Path, needed: int, use: str, remedy: str) -> None:
     """Refuse what a disk has no room for.
 
@@ -70,7 +78,7 @@ def check_room(folder: Path, needed: int, use: str, remedy: str) -> None:
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if (free := shutil.disk_usage(there).free) < needed:
-        what = f"{folder} has {free / 1e9:.1f} GB free, and {use.format(f'{needed / 1e9:.1f} GB')}"
+        what = f"{folder} has {size_text(free)} free, and {use.format(size_text(needed))}"
         raise LabError(what, remedy)
 
 

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from datetime import datetime
+from decimal import Decimal
 from typing import Any, Literal, get_args
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
@@ -310,6 +311,11 @@ class RecallRow(Record):
     by_distance: list[Answers]
 
     @property
+    def chance_text(self) -> str:
+        """With three digits behind the point, or as many as it takes where those are zeros."""
+        return f"{self.chance:.3f}" if self.chance >= 0.001 else f"{Decimal(f'{self.chance:.3g}'):f}"
+
+    @property
     def blind(self) -> bool:
         """Whether no answer can be seen: accuracy is at chance by construction."""
         return self.reach is not None and self.nearest > self.reach + 1
@@ -394,6 +400,7 @@ class LabelledRow(Record):
     """Accuracy of one run's model after fine-tuning on one labelled data set."""
 
     data: str = Field(description="the name of its folder")
+    key: str = Field(default="", description="of its files: other data of the same name differ; early rows lack it")
     fields: list[str] = Field(description="whose texts make an example")
     labels: list[str]
     examples: int = Field(description="of the training")

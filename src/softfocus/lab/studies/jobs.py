@@ -81,7 +81,7 @@ class Job:
             return ""
         loss = f"loss {self.event.loss:.3f}  " if self.event.loss is not None else ""
         speed = self.event.tokens_per_second
-        return loss + (f"{speed:,.0f} tokens/s" if speed else "")
+        return loss + (f"{speed:,.0f} {self.recipe.data.parts}/s" if speed else "")
 
 
 def plan_jobs(folder: Path, recipes: Sequence[Recipe], labels: Sequence[str], *, overwrite: bool = False) -> list[Job]:

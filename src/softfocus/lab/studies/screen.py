@@ -80,7 +80,7 @@ class Screen:
         if not self._console.is_terminal:
             how = row.setting.name(job.evaluation.train_length)
             at = column_name(position(job.evaluation, row, "multiple"))
-            self._say(f"{job.label}: {at} ({row.length:,} tokens), {how}: {row.text}")
+            self._say(f"{job.label}: {at} ({row.length:,} {job.recipe.data.parts}), {how}: {row.text}")
 
     def ended(self, job: Job) -> None:
         """A model is finished, has diverged, or failed."""

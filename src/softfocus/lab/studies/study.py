@@ -13,13 +13,13 @@ from pydantic import Field, ValidationError, model_validator
 from rich.console import Console
 
 from softfocus.lab.errors import LabError, UsageError, did_you_mean, first_mistake
-from softfocus.lab.progress import say, silent
+from softfocus.lab.progress import Listener, say, silent, telling, told_of
 from softfocus.lab.recipes.data import TRAINED_ON, Table
 from softfocus.lab.recipes.loading import LAB, derive, merged, shipped_in
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import Comparison, compare
 from softfocus.lab.report.points import without_seed
-from softfocus.lab.run_folder.disk import check_room, writing
+from softfocus.lab.run_folder.disk import check_room, size_text, writing
 from softfocus.lab.run_folder.owner import refuse_in_use
 from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.studies import pool
@@ -80,7 +80,7 @@ class Expected:
         """In one line."""
         hours = self.seconds / 3600
         takes = f"{hours:,.1f} hours" if hours >= 1 else f"{clock(self.seconds)} (minutes:seconds)"
-        return f"{self.runs} runs, {self.left} of them left: about {takes}, and {self.bytes / 1e6:,.0f} MB on disk"
+        return f"{self.runs} runs, {self.left} of them left: about {takes}, and {size_text(self.bytes)} on disk"
 
 
 def shipped() -> list[str]:
@@ -96,13 +96,16 @@ def load(name_or_path: str) -> tuple[Study, Path | None]:
     """
     path = Path(name_or_path)
     file = path if path.suffix == ".toml" else LAB / "studies" / f"{name_or_path}.toml"
-    known = f"the shipped studies are {', '.join(shipped())}; any other is the path of a .toml file"
+    known = "`softfocus recipes` lists those that are shipped; any other is the path of a .toml file"
     try:
         return Study.model_validate(tomllib.loads(file.read_text(encoding="utf-8"))), (
             path.parent if path.suffix == ".toml" else None
         )
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise LabError(f"there is no study {name_or_path}", did_you_mean(path.stem, shipped(), known)) from None
+        if path.suffix == ".toml":
+            remedy = "check the path; `softfocus recipes` lists the studies that are shipped"
+            raise LabError(f"there is no study file {path}", remedy) from None
+        raise LabError(f"there is no study {name_or_path}", did_you_mean(name_or_path, shipped(), known)) from None
     except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
         raise LabError(f"study {name_or_path} cannot be read: {error}", "it must be TOML in UTF-8") from None
     except ValidationError as error:
@@ -172,7 +175,9 @@ def run_study(
     """
     console = console or Console()
     study, near = load(name_or_path)
-    plan = recipes(study, near, seeds, rows)
+    with telling(console, study.title) as tell:
+        tell("reading the recipes")
+        plan = recipes(study, near, seeds, rows)
     found = train_all(
         study.title, plan, folder, jobs=jobs, overwrite=overwrite, estimate_only=estimate_only, console=console
     )
@@ -233,23 +238,23 @@ def train_all(
     left = [job for job in found if job.status == "waiting"]
     # They share the cores. As many threads for the last run as for the others: sums round alike
     workers = jobs or _default_jobs()
-    check_memory([job.recipe for job in left], min(workers, max(1, len(left))), processes, remedies)
-    if any("tasks" in job.recipe.evaluate.also for job in left):
-        from softfocus.lab.evaluate import tasks
+    with telling(console, title) as tell:
+        if left:
+            tell("checking whether memory holds the runs")
+        check_memory([job.recipe for job in left], min(workers, max(1, len(left))), processes, remedies)
+        if any("tasks" in job.recipe.evaluate.also for job in left):
+            from softfocus.lab.evaluate import tasks
 
-        tasks.require()
-    if copied := _copied(left):
-        where = f"{copied / 1e6:,.0f} MB of shards are copied into the token cache first"
-        say(console, f"{title}: {where}", wrap=True)
-    # A layout may be another one than its writer thinks
-    kinds = {job.recipe.name.removesuffix(f"-s{job.recipe.train.seed}"): job.recipe.model for job in left}
-    for row, model in kinds.items():
-        if model.layout:
-            say(console, f"{row}: {model.label}", wrap=True)
-    with console.status("timing a few steps of each row") as status:
-        if left and not console.is_terminal:
-            say(console, f"{title}: timing a few steps of each row", wrap=True)
-        expected = estimate(found, workers, processes, status.update)
+            tasks.require()
+        if copied := _copied(left):
+            where = f"{size_text(copied)} of shards are copied into the token cache first"
+            say(console, f"{title}: {where}", wrap=True)
+        # A layout may be another one than its writer thinks
+        kinds = {_row(job): job.recipe.model for job in left}
+        for row, model in kinds.items():
+            if model.layout:
+                say(console, f"{row}: {model.label}", wrap=True)
+        expected = estimate(found, workers, processes, tell)
     say(console, f"{title}: {expected.text}", wrap=True)
     if not estimate_only:
         with writing(folder, pool.ELSEWHERE):
@@ -257,6 +262,11 @@ def train_all(
         check_room(folder, expected.bytes, "{} are needed", "free some space, or choose another disk with --out")
         pool.work(folder, found, workers=workers, overwrite=overwrite, console=console, processes=processes)
     return found
+
+
+def _row(job: Job) -> str:
+    """The name of a run's row."""
+    return job.recipe.name.removesuffix(f"-s{job.recipe.train.seed}")
 
 
 def _default_jobs() -> int:
@@ -274,16 +284,16 @@ def estimate(
 
     Of one that is trained the evaluation is left. That is the screen's share of a run, and as long
     as training takes for the tokens on which a run is fine-tuned for a classification. What
-    passkeys, tasks and the rest of evaluate.also take is left out. ``tell`` is called with how far
-    the timing is.
+    passkeys, tasks and the rest of evaluate.also take is left out. ``tell`` is called before each
+    row, and while its corpus is prepared.
     """
     timed: dict[object, tuple[float, int]] = {}
     left = [job for job in jobs if job.status == "waiting"]
     rows = [without_seed(job.recipe.to_toml()) for job in left]
     for job, row in zip(left, rows, strict=True):
         if row not in timed:
-            tell(f"timing a few steps of each row: {len(timed) + 1} of {len(set(rows))}")
-            timed[row] = _trial(job.recipe, max(1, cores() // workers), processes)
+            tell(f"timing a few steps of {_row(job)}, {len(timed) + 1} of {len(set(rows))}")
+            timed[row] = _trial(job.recipe, max(1, cores() // workers), processes, told_of(tell))
     seconds = 0.0
     for job, row in zip(left, rows, strict=True):
         training = TRAINING * timed[row][0]
@@ -321,7 +331,7 @@ def _copied(jobs: Sequence[Job]) -> int:
     return needed
 
 
-def _trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:
+def _trial(recipe: Recipe, threads: int, processes: int, listener: Listener = silent) -> tuple[float, int]:
     """Seconds for a whole run, evaluation included, and its parameters."""
     import torch
     from torch.utils.data import default_collate
@@ -331,7 +341,7 @@ def _trial(recipe: Recipe, threads: int, processes: int) -> tuple[float, int]:
     from softfocus.lab.data import of_recipe as data
 
     models.quiet()
-    source = data.load(recipe, silent)
+    source = data.load(recipe, listener)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder.disk import size_text
 from softfocus.lab.run_folder.provenance import available_memory
 
 if TYPE_CHECKING:
@@ -179,8 +180,8 @@ def check_memory(
     remedies += ["take fewer processes a run"] if sharing > 1 else []
     remedies += [f"use a {'GPU' if on_gpu else 'machine'} with more memory"]
     raise LabError(
-        f"{name} needs at least {size / 1e9:.1f} GB of memory{times and f' in each{times}'}"
-        f"{'' if with_activations else ' (activations are not counted)'}, and {place} has {free / 1e9:.1f} GB free",
+        f"{name} needs at least {size_text(size)} of memory{times and f' in each{times}'}"
+        f"{'' if with_activations else ' (activations are not counted)'}, and {place} has {size_text(free)} free",
         " or ".join([", ".join(remedies[:-1]), remedies[-1]] if remedies[1:] else remedies),
     )
 
