@@ -212,16 +212,25 @@ def roundings() -> dict[str, tuple[Group, Group]]:
 
 
 def on_a_bpe() -> dict[str, Group]:
-    """1.3 M parameters, 1,100 steps, from initial weights of 0.02 where the name says no other."""
-    swept = by_row("learning-rates-bpe")
-    from_the_start = {row: swept[row] for row in ("global-heads-start", "all-softmax-nope-start")}
-    return by_label("layouts-bpe-tuned", "bpe") | from_the_start
+    """1.3 M parameters, 1,100 steps at 4e-3 from initial weights of 0.02, where the name says no
+    other.
+    """
+    swept, others = by_row("learning-rates-bpe"), ("softmax-4", "all-softmax-nope-start")
+    return by_label("layouts-bpe-tuned", "bpe") | {row: swept[row] for row in (*BPE_HEADS, *others) if row in swept}
+
+
+BPE_HEADS = {
+    "global-heads": "from 0.02, 4e-3",
+    "global-heads-start": "from 0.09, 4e-3",
+    "global-heads-start-twice": "from 0.09, 8e-3",
+}
 
 
 def other_sizes() -> str:
     by = on_a_bpe()
     rivals = {
-        "Softmax": "Softmax", "local-softmax": "softmax, every other layer local",
+        "Softmax": "Softmax", "softmax-4": "the same, from 0.04",
+        "local-softmax": "softmax, every other layer local",
         "laser-lssa-local": "LASER over LSSA, every other layer local",
         "all-softmax-nope": "softmax in every head of the layout",
         "all-softmax-nope-start": "the same, from 0.09",
@@ -229,10 +238,55 @@ def other_sizes() -> str:
     rows = []
     for rival, name in rivals.items():
         far = FAR if "nope" in rival else WINDOWED
-        pairs = [(ours, *at) for ours in ("global-heads", "global-heads-start") for at in ((HERE, HERE), (FAR, far))]
+        pairs = [(ours, *at) for ours in BPE_HEADS for at in ((HERE, HERE), (FAR, far))]
         rows.append([name, *(said(beside(by, ours, rival, at, its)) for ours, at, its in pairs)])
-    columns = [f"from {start}: {at}" for start in ("0.02", "0.09") for at in ("1x", "16x")]
+    columns = [f"{start}: {at}" for start in BPE_HEADS.values() for at in ("1x", "16x")]
     return table(["global heads, minus", *columns], rows)
+
+
+BPE_STARTS = {
+    ("Softmax", "0.02"): ("layouts-bpe/softmax", "softmax-twice", "softmax-four-times", None),
+    ("Softmax", "0.04"): (None, "softmax-4", "softmax-4-twice", None),
+    ("Softmax", "0.0625"): (None, "softmax-6", None, None),
+    ("Softmax", "0.09"): ("softmax-start-half", "bpe-demo-start/softmax", "softmax-start-twice", None),
+    ("LASER over LSSA, every other layer local", "0.02"): (
+        "laser-lssa-local-half", "bpe/laser-lssa-local", "laser-lssa-local-twice", None,
+    ),
+    ("LASER over LSSA, every other layer local", "0.04"): (None, "laser-lssa-local-4", None, None),
+    ("LASER over LSSA, every other layer local", "0.09"): (None, "laser-lssa-local-start", None, None),
+    ("softmax in every head of the layout", "0.02"): (None, "bpe/all-softmax-nope", None, None),
+    ("softmax in every head of the layout", "0.04"): (None, "all-softmax-nope-4", None, None),
+    ("softmax in every head of the layout", "0.09"): (
+        "all-softmax-nope-start-half", "all-softmax-nope-start", "all-softmax-nope-start-twice", None,
+    ),
+    ("global heads", "0.02"): ("global-heads-half", "bpe/global-heads", "global-heads-twice", None),
+    ("global heads", "0.04"): (None, "global-heads-4", None, None),
+    ("global heads", "0.09"): (
+        "global-heads-start-half", "global-heads-start", "global-heads-start-twice", "global-heads-start-four-times",
+    ),
+}  # fmt: skip
+"""Rows by model and initial weights, at 2e-3, 4e-3, 8e-3 and 16e-3. They are of
+`learning-rates-bpe` where no other study is named.
+"""
+
+
+def bpe_losses() -> dict[tuple[str, str], list[float | None]]:
+    """Losses at 1x of seed 0, by model and initial weights, over learning rates."""
+    found = {}
+    for key, rows in BPE_STARTS.items():
+        places = [row if row is None or "/" in row else f"learning-rates-bpe/{row}" for row in rows]
+        found[key] = [
+            None if place is None else loss(place.split("/")[0], f"{place.split('/')[1]}-s0") for place in places
+        ]
+    return found
+
+
+def bpe_starts() -> str:
+    rows = (
+        [model, start, *("" if one is None else f"{one:.3f}" for one in losses)]
+        for (model, start), losses in bpe_losses().items()
+    )
+    return table(["loss at 1x, seed 0", "initial weights", "2e-3", "4e-3", "8e-3", "16e-3"], rows)
 
 
 BPE = {
@@ -285,6 +339,7 @@ def longer_texts() -> str:
 TABLES = SMALL | STARTS | {
     "bpe_longer": bpe_longer, "around": around, "longer_texts": longer_texts,
     "losses": losses, "far_keys": far_keys, "recalled": recalled, "other_sizes": other_sizes, "rounding": rounding,
+    "bpe_starts": bpe_starts,
 }  # fmt: skip
 
 

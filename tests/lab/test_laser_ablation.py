@@ -232,3 +232,24 @@ def test_values_too_large_end_a_training_without_the_shift(tiny: Path, tmp_path:
     with pytest.raises(Diverged, match="became nan at step 1,"):
         train(load(tiny, [*recipe, BARE]), tmp_path / "bare")
     assert load_run(tmp_path / "bare", complete=False).status == "diverged"
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "lssar", "laser(lssa)"])
+def test_another_mechanism_is_refused_where_it_is_computed(mechanism):
+    """As after `use()`, which does not know of the ablation."""
+    model = models.build(load("toy", [LASER, BARE]), 257)
+    softfocus.hf.use(model, mechanism)
+    with pytest.raises(ValueError, match=r"^mechanism: this model was made with model\.laser_ablation, which is abo"):
+        model(torch.zeros(1, 8, dtype=torch.long))
+
+
+def test_autocast_rounds_the_products_of_neither_form():
+    inputs = tensors()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        bare, shifted_out = (
+            ChangedLaser(1.0, shifted)(*inputs, mechanism="laser", is_causal=True) for shifted in (False, True)
+        )
+    assert bare.dtype == shifted_out.dtype
+    assert (bare.double() - shifted_out.double()).abs().max() <= 2 * torch.finfo(
+        bare.dtype
+    ).eps * shifted_out.abs().max()

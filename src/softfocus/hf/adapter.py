@@ -87,7 +87,8 @@ def attention_forward(
             a window that their eager attention does not have. A window of the layout comes on top.
         position_bias: float, broadcastable to [B, H, Lq, Lk], added to the scores.
         attend: what computes attention, called as ``softfocus.attention``, which it is by default.
-            Its keys and values need not have the dimensions of the queries.
+            Its keys and values [B, Hk, Lk, ...] need not have the dimensions of the queries, except
+            with sinks.
         kwargs: ``cu_seq_lens_q`` of padding-free batches is honoured where it describes the queries
             of the module; what the models pass on for others is ignored.
 

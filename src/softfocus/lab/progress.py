@@ -75,7 +75,7 @@ def telling(console: Console, title: str) -> Iterator[Callable[[str], None]]:
     if not console.is_terminal:
         yield lambda text: say(console, f"{title}: {text}", wrap=True)
         return
-    with console.status("") as status:
+    with console.status(Text(f"{title}: starting")) as status:
         yield lambda text: status.update(Text(f"{title}: {text}"))
 
 

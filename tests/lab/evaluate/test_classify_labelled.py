@@ -170,7 +170,7 @@ def test_data_sets_of_one_name_have_a_row_each(trained: Path, tmp_path: Path, ca
     second = classify_labelled(folder, written(tmp_path / "b" / "RTE", [LINE, OTHER], [OTHER, OTHER]), epochs=1)
     assert (first.data, second.data) == ("RTE", "RTE")
     assert load_measured(folder, Labelled).rows == [first, second]
-    assert caplog.messages == [f"{folder / 'labelled.json'} holds other data of the name RTE, too: their key differs"]
+    assert caplog.messages == [f"{folder / 'labelled.json'} holds a row of other files named RTE, too"]
     (tmp_path / "b").rename(tmp_path / "moved")
     again = classify_labelled(folder, tmp_path / "moved" / "RTE", epochs=2)
     assert load_measured(folder, Labelled).rows == [first, again]

@@ -9,7 +9,10 @@ from softfocus.lab.run_folder.disk import size_text
     ("size", "text"),
     [
         (0, "0 bytes"),
+        (1, "1 byte"),
         (999, "999 bytes"),
+        (999_600, "1.0 MB"),
+        (99_960, "100 KB"),
         (12_340, "12.3 KB"),
         (836_400_000, "836 MB"),
         (49_000_000, "49.0 MB"),

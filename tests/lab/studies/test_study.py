@@ -529,7 +529,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         study.recipes(*study.load("layouts"), rows=["softmax", "softmac"])
     with pytest.raises(LabError, match=r"there is no study layout; did you mean 'layouts'"):
         study.load("layout")
-    with pytest.raises(LabError, match=r"^there is no study file layout\.toml; check the path; `softfocus recipes` l"):
+    with pytest.raises(LabError, match=r"^layout\.toml is not there; expected a study file; check the path; `soft"):
         study.load("layout.toml")
     with pytest.raises(UsageError, match="--seeds: '1,x' is not a list"):
         seeds_of("1,x")

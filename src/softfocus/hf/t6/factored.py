@@ -25,9 +25,10 @@ from softfocus.mechanism import Mechanism, default_scale
 from softfocus.reference import unit
 from softfocus.row_weights import weights
 
-MIN_NUMBERS = 1 << 22
-"""Of all keys, B h L d. From there on it was measured to be faster: keys of 16 MiB are in newly
-mapped pages at every step. Below, the many operations on small tensors take longer than they save.
+MIN_NUMBERS, MAX_RANK = 1 << 22, 2
+"""Of all keys, B h L d, and of the products of keys and of values. With these it was measured to be
+faster (docs/results/t6-decode). With fewer keys the many operations on small tensors take longer
+than they save, with more products those on R h L numbers.
 """
 
 
@@ -37,22 +38,26 @@ def combine(a: Tensor, b: Tensor) -> Tensor:
     return ((a / rank).transpose(-1, -2) @ b).transpose(1, 2)
 
 
-def suits(query: Tensor, v_a: Tensor, v_b: Tensor) -> bool:
+def suits(query: Tensor, k_a: Tensor, v_a: Tensor, v_b: Tensor) -> bool:
     """Whether a call of attention is one that :class:`Factored` is right and fast for.
 
     Args:
         query: [B, h, Lq, d].
+        k_a: A [B, L, R, h] of the keys.
         v_a: A [B, L, R, h] of the values.
         v_b: B [B, L, R, d] of the values. A NaN of a masked token would reach the output.
     """
+    if torch.compiler.is_compiling():  # before any length is compared, which would fix it
+        return False
     batch, heads, query_length, size = query.shape
+    length, rank = k_a.shape[1], max(k_a.shape[2], v_a.shape[2])
     return (
-        query_length == 1
-        and batch * heads * v_a.shape[1] * size >= MIN_NUMBERS
+        query_length == 1 < length  # sinks double the dimensions of a first token's key
+        and batch * heads * length * size >= MIN_NUMBERS
+        and rank <= MAX_RANK < heads
         and query.device.type == "cpu"  # it was not measured on others
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
         and not listeners  # they are shown keys
         and bool(v_a.isfinite().all() & v_b.isfinite().all())
     )
@@ -81,11 +86,25 @@ class Factored(NamedTuple):
         dropout_p: float,
         **arguments: Any,
     ) -> Tensor:
-        """out [B, h, 1, d] of a query [B, h, 1, d]; the other arguments are those of attention."""
+        """Attention of one query, without dropout.
+
+        Args:
+            query: [B, h, 1, d].
+            key: rows of A of the keys, [B, h, L, R].
+            value: rows of A of the values, [B, h, L, R].
+            mechanism, scale, dropout_p, arguments: as in ``softfocus.attention``.
+
+        Returns:
+            [B, h, 1, d], of the query's dtype.
+
+        Raises:
+            ValueError: dropout.
+        """
+        if dropout_p:
+            raise ValueError(f"dropout_p: got {dropout_p}, expected 0; the weights of factors are not dropped")
         if mechanism.laser:  # its exp(V) is not linear in the factors
             key, value = (combine(a.permute(0, 2, 3, 1), b) for a, b in ((key, self.k_b), (value, self.v_b)))
             return attention(query, key, value, mechanism=mechanism, scale=scale, **arguments)
-        assert dropout_p == 0
         dtype = compute_dtype(query.dtype)
         row, a, b = (x.to(dtype) for x in (query[:, :, 0], key, self.k_b))
         scale = default_scale(mechanism, query.shape[-1]) if scale is None else scale
@@ -105,7 +124,8 @@ def of_unit_keys(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
     The length is that of R coordinates in an orthogonal basis of the rows of B (Gram-Schmidt). So
     it is as exact as that of the key itself: a_i^T (B B^T) a_i would lose twice the digits where
-    products cancel.
+    products cancel. Where 1/R A^T B under- or overflows, as with entries of 1e-30 or 1e38 in
+    float32, its direction is still found; the key itself is zero or infinite.
 
     Args:
         a: rows of A, [B, h, L, R].

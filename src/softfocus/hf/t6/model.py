@@ -110,7 +110,7 @@ class T6Attention(nn.Module):
         )
         query = combine(q_a, q_b)
         plain = attention is attention_forward and not hasattr(self, REPLACED)
-        if plain and not self.training and suits(query, v_a, v_b):
+        if plain and not self.training and suits(query, k_a, v_a, v_b):
             key, value = k_a.permute(0, 3, 1, 2), v_a.permute(0, 3, 1, 2)
             kwargs["attend"] = Factored(k_b, v_b)
         else:

@@ -212,7 +212,7 @@ def classify_labelled(
     )
     kept = [one for one in earlier if not _same_data(one, row)]
     if any(one.data == row.data for one in kept):
-        _log.warning("%s holds other data of the name %s, too: their key differs", folder / LABELLED, row.data)
+        _log.warning("%s holds a row of other files named %s, too", folder / LABELLED, row.data)
     save_measured(folder, Labelled(**info.named, rows=[*kept, row]))
     return row
 

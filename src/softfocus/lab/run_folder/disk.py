@@ -59,9 +59,9 @@ def write_atomically(path: Path, text: str) -> None:
 def size_text(size: int) -> str:
     """So many bytes, for people: "1.5 GB", "836 MB", "12.3 KB"."""
     for unit, count in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if size >= count:
-            return f"{size / count:,.{0 if size >= 100 * count else 1}f} {unit}"
-    return f"{size} bytes"
+        if size >= 0.9995 * count:  # 999.6 KB would be rounded to 1,000 KB
+            return f"{size / count:,.{0 if size >= 99.95 * count else 1}f} {unit}"
+    return f"{size} byte{'s' * (size != 1)}"
 
 
 def check_room(folder: Path, needed: int, use: str, remedy: str) -> None:

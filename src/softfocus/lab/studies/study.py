@@ -104,7 +104,8 @@ def load(name_or_path: str) -> tuple[Study, Path | None]:
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         if path.suffix == ".toml":
             remedy = "check the path; `softfocus recipes` lists the studies that are shipped"
-            raise LabError(f"there is no study file {path}", remedy) from None
+            what = "is a folder, no study file" if path.is_dir() else "is not there; expected a study file"
+            raise LabError(f"{path} {what}", remedy) from None
         raise LabError(f"there is no study {name_or_path}", did_you_mean(name_or_path, shipped(), known)) from None
     except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
         raise LabError(f"study {name_or_path} cannot be read: {error}", "it must be TOML in UTF-8") from None
