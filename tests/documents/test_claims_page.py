@@ -204,8 +204,8 @@ def test_what_qk_norm_gains_at_the_best_rates_is_the_measured_one():
 
 
 def test_the_numbers_in_the_shifts_note_are_the_measured_ones():
-    words = note("laser-shift", "The models of this recipe")
-    by = {(run["row"], run["info"]["seed"]): run["info"] for run in runs_of("laser-shift")}
+    words = note("laser-no-shift", "The models of this recipe")
+    by = {(run["row"], run["info"]["seed"]): run["info"] for run in runs_of("laser-no-shift")}
     assert len(by) == 18
     pairs = [(by["laser", seed], by["laser_no_shift", seed]) for seed in range(3)]
     apart = max(abs(ours["train_loss"][-1][1] - bare["train_loss"][-1][1]) for ours, bare in pairs)

@@ -304,11 +304,11 @@ def test_what_is_said_of_the_larger_model_holds_for_every_seed():
 def by_size() -> dict[str, tuple[dict[str, Group], str]]:
     """Models and texts: their groups, and the label of global heads.
 
-    On the BPE of 1.3 M each rival starts from the initial weights that are better for it.
+    On the BPE of 1.3 M each has the initial weights and the rate that are best for it.
     """
     bpe, swept = by_label("layouts-bpe-tuned", "bpe"), by_row("learning-rates-bpe")
-    started = {"Softmax": bpe["Softmax"], "all-softmax-nope": swept["all-softmax-nope-start"]}
-    started["global-heads-start"] = swept["global-heads-start"]
+    started = {"Softmax": swept["softmax-4"], "all-softmax-nope": swept["all-softmax-nope-4"]}
+    started["global-heads-start-twice"] = swept["global-heads-start-twice"]
     longer = by_row("bpe-longer")
     longer["Softmax"] = longer["softmax"]
     layout = longer["all-softmax-nope"]  # from 0.02
@@ -318,8 +318,8 @@ def by_size() -> dict[str, tuple[dict[str, Group], str]]:
         "3.2 M, 128 bytes, 1,100 steps": (larger(), "global-heads"),
         "9 M, 512 bytes, 3,000 steps": (rows_of("small-gpu/bytes"), "global-heads"),
         "10 M, 512 tokens of a BPE, 4,500 steps": (rows_of("small-gpu/longer"), "global-heads"),
-        "1.3 M, 128 tokens of a BPE, 1,100 steps, from 0.09; Softmax from 0.02": (started, "global-heads-start"),
-        "the same, 4,400 steps": (longer, "global-heads-start"),
+        "1.3 M, 128 tokens of a BPE, 1,100 steps, each from its best start": (started, "global-heads-start-twice"),
+        "the same, 4,400 steps at 4e-3, from 0.09; Softmax from 0.02": (longer, "global-heads-start"),
         "1.3 M, the same BPE, from weights of 0.02, 1,100 steps": (bpe, "global-heads"),
         "the same, 4,400 steps, from 0.02": (longer | {"all-softmax-nope": layout}, "global-heads"),
     }

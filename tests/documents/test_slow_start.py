@@ -293,9 +293,16 @@ def test_two_more_heads_that_lost_the_line_are_the_measured_ones():
         f"falls from {one['none']:.3f} to {one['all']:.3f}, and from {two['none']:.3f} to {two['all']:.3f}. With N "
         f"held at 64 it is {one['N at most 64']:.3f} and {two['N at most 64']:.3f}." in TEXT
     )
-    taken = [found["none"] - found[which] for found in (one, two) for which in ("up to 64", "all")]
-    assert round(taken[2], 3) == round(taken[3], 3)
-    assert f"make {taken[0]:.3f} of {taken[1]:.3f}, and all of {taken[3]:.3f}. The other heads" in TEXT
+    short, long, every = (
+        [f"{found['none'] - found[which]:.3f}" for found in (one, two)] for which in ("up to 64", "above 64", "all")
+    )
+    assert short[1] == every[1]
+    assert one["above 64"] <= one["all"]
+    text = (
+        f"length alone take off as much as all, {short[1]}, and those above it {long[1]}. With seed 1 the former take"
+    )
+    assert text in TEXT
+    assert f"off {short[0]}, and the latter {long[0]}, as much as all." in TEXT
     shares = [
         f"{sum(found['weight by distance'][at] for at in bins):.0%}".replace("%", " %")
         for found, bins in ((first, ("320", "416")), (second, ("72", "96", "176")))

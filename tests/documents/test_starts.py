@@ -225,7 +225,7 @@ def test_what_is_said_of_other_starts_is_measured():
     assert here.endswith(", inconclusive")
     assert far.endswith(", inconclusive")
     here, far = (text.removesuffix(", inconclusive") for text in (here, far))
-    assert f"it is {here} at the training length and {far} at 16 times it, both with the window, both inc" in TEXT
+    assert f"is {here} at the training length and, at 16 times it, where both have the window, {far}. Both" in TEXT
     best = by_seed("layouts", "Softmax", HERE)
     text = "From 0.04 at 2e-3 its loss is {:.3f}, from 0.09 at 4e-3, the best of four rates, {:.3f} (seed 0)."
     assert text.format(cell(smaller, *HERE).loss, best[0]) in TEXT

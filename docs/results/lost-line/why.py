@@ -144,7 +144,9 @@ def main(folder: Path, layer: int, head: int) -> None:
     # Past the guard, which would rightly refuse another implementation
     model.config.__dict__["_attn_implementation_internal"] = "probe"
     probe.by_distance = torch.zeros(longest // BIN)
-    found: dict[str, Any] = {"run": folder.name, "layer": layer, "head": head, "tokens": TOKENS}
+    trained_at = json.loads((folder / "run.json").read_text())
+    about = {"run": folder.name, "commit": trained_at["commit"], "cpu": trained_at["machine"]["cpu"]}
+    found: dict[str, Any] = {**about, "layer": layer, "head": head, "tokens": TOKENS}
     found["loss at 1x"] = round(loss(trained), 4)
     found["loss at 16x"] = {"by the library": round(by_the_library, 4)}
     for name, clipped in clips(trained).items():
