@@ -587,6 +587,17 @@ def test_what_is_said_of_bpe_is_measured():
     laser, softmax = (min(min(known[name, start]) for start in ("0.02", "0.04", "0.09"))
                       for name in ("LASER over LSSA, every other layer local", "Softmax"))  # fmt: skip
     assert f"From its better start, 0.02, its loss is {laser:.3f}, and that of Softmax {softmax:.3f} (" in TEXT
+    layout = "all-softmax-nope-4"
+    level = beside(by, layout, best)
+    assert not level.sure
+    assert f"from there: the difference is {shown(level)} at the training length." in TEXT
+    both = [beside(by, ours, layout, at) for at in (HERE, FAR)]
+    assert not any(one.sure for one in both)
+    near, far = (shown(one).removeprefix("-") for one in both)
+    assert f"each of three seeds, by {near} and, at 16 times the length, by {far}, both inconclusive." in TEXT
+    for at in (HERE, FAR):
+        losses = (cell(by[row], *at).values for row in (ours, layout))
+        assert all(mine < other for mine, other in zip(*losses, strict=False)), "seeds 0 to 2"
     above = beside(by, "laser-lssa-local", best)
     assert above.sure
     for name in ("layouts", "evidence"):
