@@ -110,6 +110,8 @@ def test_what_is_said_of_recall_holds_for_every_seed():
     without = [seed[64, False] > 0.99 for seed in by["softmax-nope"]]
     assert f"Softmax without RoPE found them with {['zero', 'one', 'two'][sum(without)]}" in TEXT
     assert all(seed[4096, False] > 0.99 for seed, ok in zip(by["softmax-nope"], without, strict=True) if ok)
+    apart = [seed[1024, False] for seed in by["softmax-none-beside-lssar-all"] if seed[64, False] > 0.99]
+    assert "two of three seeds learned the task, and find {:.2f} and {:.2f} at 16 times".format(*apart) in TEXT
 
 
 def test_what_is_said_of_passkeys_holds_for_every_seed():
