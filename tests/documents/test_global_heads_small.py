@@ -338,7 +338,8 @@ def sizes() -> str:
             for pair in pairs
         ]
         seeds = {one.seed for one in by[ours].evaluations} & {one.seed for one in by["Softmax"].evaluations}
-        rows.append([name, str(len(seeds)), *leads])
+        layouts = {one.seed for one in by["all-softmax-nope"].evaluations} & seeds
+        rows.append([name, str(len(seeds)) + (f", {len(layouts)}" if len(layouts) < len(seeds) else ""), *leads])
     layout = "softmax in every head of the layout"
     across = f"1x, minus {layout}", "16x, minus the same, both as trained"
     softmax = "1x, minus Softmax", "16x, minus Softmax with a window"

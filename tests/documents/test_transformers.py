@@ -41,7 +41,7 @@ def test_what_decoding_from_factors_takes_is_the_measured():
     assert len(lssar) == len(softmax) == 9
     assert f"takes {min(lssar):.2f} to {max(lssar):.2f} of the time with LSSAR" in GUIDE
     assert f"{min(softmax):.2f} to {max(softmax):.2f} with softmax" in GUIDE
-    assert f"ranks of at most {factored.MAX_RANK} and keys of 4 M numbers" in GUIDE
+    assert f"ranks of at most {factored.MAX_RANK} and keys of 2^22 numbers" in GUIDE
     assert factored.MIN_NUMBERS == 1 << 22
     assert f"{-(-factored.MIN_NUMBERS // (34 * 64)):,} tokens for the 34 heads of 64" in GUIDE
 

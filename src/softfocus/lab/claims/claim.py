@@ -275,11 +275,13 @@ def recipes(claim: Claim, scale: Scale, seeds: Sequence[int], overrides: Sequenc
             one of a key in which the rows differ.
         LabError: a row that makes no recipe.
     """
-    if scale not in claim.scales:
-        why = claim.untestable.get(scale, "tests decide it, and no run does")
-        elsewhere = (
-            f"it can be run with --scale {claim.scales[0]}" if claim.scales else "`softfocus report` has the rest"
+    if claim.exact:
+        raise UsageError(
+            f"{claim.name} is decided by tests, and not by runs", f"docs/results/claims/{claim.name}.md names them"
         )
+    if scale not in claim.scales:
+        why = claim.untestable[scale]
+        elsewhere = f"it can be run with --scale {claim.scales[0]}" if claim.scales else "its page says more"
         raise UsageError(f"{claim.name} cannot be run at the scale {scale}: {why}", elsewhere)
     common = _common(claim, scale, overrides)
     return study.recipes(

@@ -51,6 +51,8 @@ class Screen:
         names = ", ".join(job.label for job in self._jobs)
         self._say(
             f"Training and evaluating {names}, {self._workers} at a time. Stop with Ctrl-C; started again, it goes on."
+            if names
+            else "Nothing is left to train or evaluate."
         )
         for job in self._jobs:
             if job.status == "finished":
