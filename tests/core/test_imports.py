@@ -167,6 +167,7 @@ LAB = [
     "train",
     "objective",
     "model",
+    "laser_ablation",
     "data",
     "recipes",
     "progress",
