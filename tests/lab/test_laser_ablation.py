@@ -142,7 +142,8 @@ def test_a_recipe_without_it_is_as_before(tiny: Path) -> None:
         ([LASER, TIMES.format(-1)], "values_times = -1 should be greater than 0;"),
         ([LASER, TIMES.format(2000)], "values_times = 2000 should be less than or equal to 1000;"),
         ([LASER, "model.laser_ablation.shift=false"], "did you mean 'model.laser_ablation.shifted'?"),
-        ([LASER, "model.laser_ablation.shifted='no'"], "shifted = 'no' should be a valid boolean;"),
+        ([LASER, "model.laser_ablation.shifted='no'"], "shifted = 'no' must be true or false;"),
+        ([LASER, "model.laser_ablation=false"], "laser_ablation = False must be a table; set it like --set"),
         ([LASER, BARE, "evaluate.mechanisms=['softmax']"], "a model with model.laser_ablation runs LASER alone;"),
     ],
 )

@@ -235,7 +235,12 @@ def _explain(mistake: Any, where: str) -> tuple[str, str]:
     message = mistake["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if mistake["type"] == "value_error":
         return ": ".join(filter(None, (where, key, message))), "correct it in the recipe or with --set"
-    return f"{where}: {key} = {mistake['input']!r} {message}", f"set it like --set {key}=VALUE"
+    value = "VALUE"
+    if mistake["type"].startswith("bool"):
+        message, value = "must be true or false", "true"
+    elif mistake["type"] in ("model_type", "dict_type"):  # pydantic names an internal class
+        message, value = "must be a table", "'{ KEY = VALUE }'"
+    return f"{where}: {key} = {mistake['input']!r} {message}", f"set it like --set {key}={value}"
 
 
 def _fields(path: list[str]) -> dict[str, Any]:
