@@ -827,7 +827,7 @@ def test_earlier_runs_may_have_measured_more(two: Claim, tmp_path: Path) -> None
     ("override", "what"),
     [
         ("model.mechanism=laser", "--set model.mechanism: rows of two set it"),
-        ("model=3", "model = 3 should be"),
+        ("model=3", "--set model: rows of two set it"),
         ("train.seed=3", "--set train.seed: each row is trained with several seeds; say how many with --seeds"),
         ("train.step=3", "did you mean 'train.steps'"),
         ("train.steps", "is not KEY=VALUE"),

@@ -291,7 +291,6 @@ def recipes(claim: Claim, scale: Scale, seeds: Sequence[int], overrides: Sequenc
 
 def _common(claim: Claim, scale: Scale, overrides: Sequence[str]) -> dict[str, Any]:
     """What overrides change in all rows."""
-    loading.load(claim.base(scale), list(overrides))
     for override in overrides:
         key = override.partition("=")[0].strip()
         if list(loading.flat(loading.changed([override]))) != [key]:
@@ -304,4 +303,5 @@ def _common(claim: Claim, scale: Scale, overrides: Sequence[str]) -> dict[str, A
         if any(f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.") for other in own):
             what = f"--set {key}: rows of {claim.name} set it, and are held against each other"
             raise UsageError(what, "set a key that all rows share")
+    loading.load(claim.base(scale), list(overrides))  # says what is wrong with a value
     return changes
