@@ -68,7 +68,7 @@ def test_a_claim_at_the_scale_gpt2_runs_from_shards_to_its_page(
     assert [Path(path).stem for path in workers_here] == ["softmax-s0", "lssar-s0"]
     assert isinstance(screen.file, io.StringIO)
     told = screen.file.getvalue()
-    assert "MB of shards are copied into the token cache first" in told
+    assert "KB of shards are copied into the token cache first" in told
     assert "2 runs, 2 of them left: about " in told
     assert f"{name} at the scale gpt2: too few seeds" in told
     found = read_results(out / PUBLISHED / name / "gpt2" / RESULTS)
