@@ -10,10 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from safetensors.torch import load_file
+from transformers import Trainer
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.loss import evaluate
@@ -21,6 +24,7 @@ from softfocus.lab.progress import Event, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.files import CHECKPOINTS, MODEL, load_run
 from softfocus.lab.run_folder.manifest import MANIFEST, seal
+from softfocus.lab.train import checkpoints
 from softfocus.lab.train.checkpoints import UNFINISHED, newest
 from softfocus.lab.train.run import train
 
@@ -255,3 +259,27 @@ def test_killed_anywhere_a_run_ends_with_the_same_weights(kills: int, tiny: Path
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, f"seed {seed}: {done.stdout}{done.stderr}"
     assert f"{kills} kills" in done.stdout
+
+
+def test_processes_meet_before_the_unfinished_folder_is_deleted(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its end Trainer lists that folder in every process, and the first one deletes it."""
+    order: list[str] = []
+
+    def noted(of: Any, name: str, word: str) -> None:
+        before = getattr(of, name)
+
+        def call(*arguments: Any, **others: Any) -> Any:
+            found = before(*arguments, **others)
+            order.append(word)
+            return found
+
+        monkeypatch.setattr(of, name, call)
+
+    noted(Trainer, "train", "trained")
+    noted(PartialState, "wait_for_everyone", "meet")
+    noted(checkpoints, "clear", "clear")
+    train(load(str(tiny)), tmp_path / "run")
+    after = order[order.index("trained") :]
+    assert after.index("meet") < after.index("clear")

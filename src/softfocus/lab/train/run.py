@@ -148,6 +148,7 @@ def _train(
         try:
             with models.memory(f"raise train.accumulate ({recipe.train.accumulate}), or lower train.length"):
                 _run(trainer, watch, folder, single_process=state.num_processes == 1)
+            state.wait_for_everyone()  # at its end Trainer lists the folder that is cleared below
         finally:
             _take_stock(info, trainer, watch)
             if owner is not None:
