@@ -246,7 +246,8 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
     parts += [_wrapped(_runs(claim, scale, results))] if results.runs else []
     parts += [_wrapped(line) for line in results.missing]
     if lost := [run for run in results.runs if run.diverged]:
-        parts.append("\n".join(f"* Diverged: {run.row}, seed {run.info.seed}: {run.info.error}." for run in lost))
+        told = (f"* Diverged: {run.row}, seed {run.info.seed}: {run.info.error}." for run in lost)
+        parts.append("\n".join(_wrapped(line, "  ") for line in told))
     groups = [group for row in results.rows if (group := results.group(row)) is not None]
     if groups:
         parts.append(_wrapped(tables.reading(groups)))
@@ -325,5 +326,5 @@ def _number(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
+def _wrapped(text: str, later: str = "") -> str:
+    return textwrap.fill(text, 100, subsequent_indent=later, break_long_words=False, break_on_hyphens=False)
