@@ -1,7 +1,8 @@
 """docs/performance.md: it shows the committed results."""
 
 import json
-import statistics
+from itertools import combinations
+from statistics import median
 
 from softfocus.lab.bench.results import CellResult
 
@@ -94,6 +95,17 @@ def test_old_and_new_kernels_take_the_measured_time():
     }  # fmt: skip
 
 
+def chance(old, new):
+    """p of a difference of medians at least as large, over all ways to part the measurements."""
+    every, places = [*old, *new], range(len(old) + len(new))
+    apart = []
+    for chosen in combinations(places, len(new)):
+        ours = set(chosen)
+        apart.append(abs(median([every[i] for i in chosen]) - median([every[i] for i in places if i not in ours])))
+    measured = abs(median(new) - median(old)) - 1e-9
+    return sum(one >= measured for one in apart) / len(apart)
+
+
 def test_the_later_comparison_with_the_old_kernels_is_the_committed_one():
     cells = json.loads((RESULTS / "before-and-after/later.json").read_text())["cells"]
     ratios = {
@@ -122,8 +134,12 @@ def test_the_later_comparison_with_the_old_kernels_is_the_committed_one():
     assert f"Against the kernels of the day before they have {min(every):.3f} to {max(every):.3f}" in TEXT
     cells = json.loads((RESULTS / "before-and-after/decode-cpu-time.json").read_text())["cells"]
     for one in cells:
-        new, old = (statistics.median(one[side]) for side in ("new", "old"))
+        new, old = (median(one[side]) for side in ("new", "old"))
         assert one["new_over_old"] == round(new / old, 3)
     ratios = {one["mechanism"]: one["new_over_old"] for one in cells}
+    chances = {one["mechanism"]: chance(one["old"], one["new"]) for one in cells}
+    least = min(chances, key=chances.__getitem__)
+    assert chances[least] * len(chances) > 0.05
+    assert f"(least p: {chances[least]:.3f} for {least})" in TEXT
     text = "is {lssar} times that of the old kernels for LSSAR, {lssa} for LSSA and {softmax} for softmax"
     assert text.format(**ratios) in TEXT
