@@ -204,12 +204,12 @@ def test_what_qk_norm_gains_at_the_best_rates_is_the_measured_one():
 
 
 def test_the_numbers_in_the_shifts_note_are_the_measured_ones():
-    words = note("laser-no-shift", "The models of this recipe")
+    words = note("laser-no-shift", "With values as they are")
     by = {(run["row"], run["info"]["seed"]): run["info"] for run in runs_of("laser-no-shift")}
     assert len(by) == 18
     pairs = [(by["laser", seed], by["laser_no_shift", seed]) for seed in range(3)]
     apart = max(abs(ours["train_loss"][-1][1] - bare["train_loss"][-1][1]) for ours, bare in pairs)
-    assert "the last training losses differ by less than 1e-6" in words
+    assert "the last training losses with and without the shift differ by less than 1e-6" in words
     assert apart < 1e-6
     steps = []
     for seed in range(3):
@@ -249,9 +249,8 @@ def test_the_two_losses_of_a_note_are_the_measured_ones():
     runs = [one for one in runs_of("laser-steps") if one["row"] == "softmax_recorded"]
     end = statistics.mean(one["info"]["validation_loss"][-1][1] for one in runs)
     table_has = cell(claim("laser-steps").group("softmax_recorded"), *HERE).loss
-    assert f"softmax has {end:.2f} at its end, and the table has {table_has:.2f}" in note(
-        "laser-steps", "At the scale toy"
-    )
+    said = note("laser-steps", "At the scale `toy` softmax")
+    assert f"softmax has {end:.2f} at its end, and the table has {table_has:.2f}" in said
 
 
 def test_the_power_of_a_note_is_the_measured_one():
@@ -261,7 +260,7 @@ def test_the_power_of_a_note_is_the_measured_one():
         accuracies[one["row"]].append(one["classification"]["accuracy"])
     apart = [laser - softmax for softmax, laser in zip(*accuracies.values(), strict=True)]
     error = statistics.stdev(apart) / len(apart) ** 0.5
-    said = note("laser-classification", "At the scale toy")
+    said = note("laser-classification", "At the scale `toy`")
     assert f"softmax in {statistics.mean(accuracies['softmax']):.0%}".replace("%", " %") in said
     assert f"the error of the difference is {error:.0%}".replace("%", " %") in said
 
@@ -319,8 +318,8 @@ def test_the_control_of_the_temperatures_is_the_measured_one():
         minus(by, *pair) for pair in (("llama_laser", "llama_qk_norm_laser"), ("llama_qk_norm_laser", "qwen3_laser"))
     )
     assert (normalised.sure, more.sure) == (False, True)
-    said = note("laser-temperature", "`llama_qk_norm_laser`")
-    assert f"its loss at the training length is {shown(normalised)} below LASER's, inconclusive, and" in said
+    said = note("laser-temperature", "At the scale `toy` the loss of `llama_qk_norm_laser`")
+    assert f"at the training length is {shown(normalised)} below LASER's, inconclusive, and" in said
     assert f"{shown(more)} above that of LASER with temperatures." in said
 
 

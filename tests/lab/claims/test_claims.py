@@ -164,7 +164,8 @@ def test_every_row_and_recipe_trains_two_steps(large: bool) -> None:
 def test_tests_that_claims_cite_exist() -> None:
     found = [claims.load(name) for name in claims.shipped()]
     cited = [s.by for claim in found for s in claim.statements if s.kind in ("proved", "disproved")]
-    cited += [one for claim in found for note in claim.notes for one in re.findall(r"tests/[\w/]+\.py::\w+", note)]
+    notes = [note for claim in found for note in claim.notes] + [(PUBLIC / page.FINDINGS).read_text()]
+    cited += [one for note in notes for one in re.findall(r"tests/[\w/]+\.py::\w+", note)]
     for reference in cited:
         file, _, name = reference.partition("::")
         assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), reference
@@ -173,7 +174,7 @@ def test_tests_that_claims_cite_exist() -> None:
 def test_the_published_pages_and_figures_are_those_of_the_published_results(tmp_path: Path) -> None:
     """Byte for byte: `softfocus report` writes them."""
     drawn = {path.relative_to(PUBLIC) for path in PUBLIC.rglob("*.png")}
-    for file in (*drawn, *(path.relative_to(PUBLIC) for path in PUBLIC.glob("*/*/results.json"))):
+    for file in (Path(page.FINDINGS), *drawn, *(path.relative_to(PUBLIC) for path in PUBLIC.glob("*/*/results.json"))):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_bytes((PUBLIC / file).read_bytes())
     written = {path.name: path.read_bytes() for path in page.report(tmp_path)}
@@ -184,6 +185,32 @@ def test_the_published_pages_and_figures_are_those_of_the_published_results(tmp_
     assert shown == drawn
     for file in drawn:
         assert (tmp_path / file).read_bytes() == (PUBLIC / file).read_bytes(), f"{file}: run `softfocus report`"
+
+
+def test_findings_about_the_published_runs_stand_on_their_pages_alone(tmp_path: Path) -> None:
+    """Pages of other runs have no statement about ours, and no link into our documents."""
+    page.report(tmp_path)
+    for path in tmp_path.glob("*.md"):
+        assert "](../.." not in path.read_text(), path.name
+        assert "What else was found" not in path.read_text(), path.name
+    (tmp_path / page.FINDINGS).write_text('laser-bert = ["One thing.", "Another."]')
+    page.report(tmp_path)
+    assert (tmp_path / "laser-bert.md").read_text().endswith("## What else was found\n\nOne thing.\n\nAnother.\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('laser-brt = ["One thing."]', "there is no claim 'laser-brt'"),
+        ('laser-bert = "One thing."', "laser-bert: Input should be a valid list"),
+        ("laser-bert", "is not TOML"),
+    ],
+)
+def test_findings_that_cannot_be_read(text: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / page.FINDINGS).write_text(text)
+    with pytest.raises(LabError, match=re.escape(what)) as caught:
+        page.report(tmp_path)
+    assert "softfocus recipes" in caught.value.remedy
 
 
 @pytest.mark.long

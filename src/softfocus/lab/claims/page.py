@@ -4,10 +4,13 @@ results alone, so they cannot drift.
 
 import shlex
 import textwrap
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import results as outcomes
@@ -17,12 +20,18 @@ from softfocus.lab.claims.earlier import changes
 from softfocus.lab.claims.parts import SEEDS, Verdict, together
 from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SHARES, SIZES, TRAINING, Results
 from softfocus.lab.claims.verdict import Judged, judge
+from softfocus.lab.errors import LabError, first_mistake
 from softfocus.lab.recipes.data import parts_of
 from softfocus.lab.report.notes import short_commit
 from softfocus.lab.report.points import settings
 from softfocus.lab.run_folder.disk import write_atomically
 
 LEDGER = "README.md"
+FINDINGS = "findings.toml"
+"""Beside the ledger: what else the runs of a claim showed, as claim = ["sentences", ...]. It is not
+in the claim, because it is about runs.
+"""
+
 AWAY: dict[Scale, str] = {
     "gpt2": "124 M parameters on 9.9 billion tokens, for which the paper had eight A100, "
     "are out of reach of this project",
@@ -51,11 +60,12 @@ def report(folder: Path) -> list[Path]:
         The ledger and the pages.
 
     Raises:
-        LabError: results that cannot be read, or a folder that cannot be written to.
+        LabError: results or findings that cannot be read, or a folder that cannot be written to.
     """
     from softfocus.lab.claims.figure import write_figures
 
     lines, written = [], []
+    findings = _findings(folder / FINDINGS)
     all_found: dict[str, dict[Scale, Results]] = {}
     for name in claims.shipped():
         claim = claims.load(name)
@@ -63,12 +73,29 @@ def report(folder: Path) -> list[Path]:
         all_found[name] = found
         for scale, results in found.items():
             write_figures(claim, scale, results, folder / name / scale)
-        written.append((folder / f"{name}.md", page(claim, found)))
+        written.append((folder / f"{name}.md", page(claim, found, findings.get(name, []))))
         lines.append((claim, {scale: standing(claim, scale, found.get(scale)) for scale in SCALES}))
     written.insert(0, (folder / LEDGER, ledger(lines, all_found)))
     for path, text in written:
         write_atomically(path, text)
     return [path for path, _ in written]
+
+
+def _findings(path: Path) -> dict[str, list[str]]:
+    """The findings about each claim; none without the file."""
+    remedy = 'write claim = ["sentences", ...] for claims of `softfocus recipes`'
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = TypeAdapter(dict[str, list[str]]).validate_python(tomllib.loads(text))
+    except FileNotFoundError:
+        return {}
+    except tomllib.TOMLDecodeError as error:
+        raise LabError(f"{path} is not TOML: {error}", remedy) from None
+    except ValidationError as error:
+        raise LabError(f"{path}: {first_mistake(error)}", remedy) from None
+    if unknown := sorted(set(found) - set(claims.shipped())):
+        raise LabError(f"{path}: there is no claim {unknown[0]!r}", remedy)
+    return found
 
 
 def standing(claim: Claim, scale: Scale, results: Results | None) -> Standing:
@@ -83,8 +110,10 @@ def _out_of_reach(claim: Claim, scale: Scale) -> str | None:
     return claim.untestable.get(scale) or claim.unjudged.get(scale) or claim.away.get(scale) or AWAY.get(scale)
 
 
-def page(claim: Claim, found: dict[Scale, Results]) -> str:
-    """A claim: what the paper says, what was run, what came out, and the verdict."""
+def page(claim: Claim, found: dict[Scale, Results], findings: Sequence[str] = ()) -> str:
+    """A claim: what the paper says, what was run, what came out, the verdict, and what else was
+    found.
+    """
     parts = [f"# {claim.title}", f"{claim.source}.", _wrapped(claim.says)]
     if claim.paper is not None:
         rows = [[name, *map(_number, row)] for name, row in claim.paper.rows.items()]
@@ -105,6 +134,8 @@ def page(claim: Claim, found: dict[Scale, Results]) -> str:
             parts.append(f"`{_command(claim, scale)}` runs it.")
     if not claim.exact and not found and claim.statements:
         parts += ["## What will be judged", "\n".join(f"* {statement.says}" for statement in claim.statements)]
+    if findings:
+        parts += ["## What else was found", *map(_wrapped, findings)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -233,6 +264,7 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
     counts = Counter(one.verdict for one in judged)
     said = ", ".join(f"{counts[kind]} {kind}" for kind in _ORDER if counts[kind])  # type: ignore[index]
     parts = [f"**Verdict: {_verdict(judged)}** ({said}).", _statements(judged)]
+    parts += _comparisons(judged)
     if why := claim.unjudged.get(scale):
         measured = [[one.statement.says, one.shown.text] for one in judged]
         parts = [_wrapped(f"**Not testable here:** {why}."), tables.table(["statement", "what came out"], measured)]
@@ -284,6 +316,17 @@ def _statements(judged: Sequence[Judged]) -> str:
         several = len(one.parts) > 1 and one.verdict in ("holds", "fails", "inconclusive")
         lines.append([one.verdict, one.statement.says, one.shown.text + (of if several else "")])
     return tables.table(["verdict", "statement", "what came out"], lines)
+
+
+def _comparisons(judged: Sequence[Judged]) -> list[str]:
+    """All comparisons of the statements that make several: one table for each, folded away."""
+    found = []
+    for one in judged:
+        if len(one.parts) > 1:
+            table = tables.table(["verdict", "comparison"], [[part.verdict, part.text] for part in one.parts])
+            summary = f"<summary>All {len(one.parts)} comparisons: {one.statement.says}</summary>"
+            found.append(f"<details>\n{summary}\n\n{table}\n\n</details>")
+    return found
 
 
 def _runs(claim: Claim, scale: Scale, results: Results) -> str:
