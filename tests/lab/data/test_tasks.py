@@ -210,7 +210,7 @@ def test_training_sequences_follow_from_seed_and_index(task: Task) -> None:
     assert not torch.equal(windows[0]["input_ids"], windows[1]["input_ids"])
     with pytest.raises(IndexError):
         windows[5]
-    with pytest.raises(LabError, match=r"raise train\.length"):
+    with pytest.raises(LabError, match=rf"set train\.length to {task.least()} or more"):
         TaskWindows(task, task.least() - 1, seed=0, count=1)
 
 

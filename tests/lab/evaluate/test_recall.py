@@ -255,8 +255,10 @@ def test_a_text_model_is_asked_for_passkeys(
 
 
 def test_what_cannot_be_measured(trained: Path, run: Path, tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(LabError, match="32 tokens cannot hold a sequence of this task: it takes 249; measure longer"):
+    with pytest.raises(LabError, match="32 tokens cannot hold a sequence of this task: it takes 249") as caught:
         recall(trained, [32])
+    assert caught.value.remedy == "measure 249 tokens or more, with --lengths"
+    assert recall(trained, [249], sequences=1).rows
     train(
         load(tiny, ["data.masked=0.15", "model.architecture=bert", "train.steps=2", "evaluate.lengths=1x"]),
         tmp_path / "bert",

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.loss import evaluate
@@ -19,6 +20,7 @@ from softfocus.lab.run_folder.files import INSPECTION, MODEL, RUN, load_measured
 from softfocus.lab.run_folder.results import Evaluation
 from softfocus.lab.studies import pool, worker
 from softfocus.lab.studies.jobs import plan_jobs
+from softfocus.lab.studies.study import train_all
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -49,6 +51,12 @@ def test_a_run_is_measured_again_on_other_text(tiny: Path, tmp_path: Path, maske
     assert load_run(tmp_path / "a").status == "complete", "all its files have its token"
     (job,) = plan_jobs(tmp_path, [first], ["a"])
     assert job.status == "waiting"
+    longest = max(job.lengths)
+    told = f"of other text (2,048 tokens, at up to {longest:,} each; asked for are 1,024, at up to {longest:,})"
+    assert job.replaced == f"its {len(load_measured(tmp_path / 'a', Evaluation).rows)} losses are {told}"
+    screen = Console(file=io.StringIO(), width=100)
+    train_all("Again", [first], tmp_path, jobs=1, estimate_only=True, console=screen)
+    assert f"a: {job.replaced}, and will be replaced" in " ".join(screen.file.getvalue().split())
 
 
 @pytest.mark.parametrize("text", ["", "null", "[[[", "{"])

@@ -332,9 +332,18 @@ def digest(task: Asking) -> str:
 
 
 def check_length(
-    task: Asking, length: int, nearest: int = 0, remedy: str = "raise train.length, or make the task in [data] smaller"
+    task: Asking,
+    length: int,
+    nearest: int = 0,
+    remedy: str = "set train.length to {} or more, or make the task in [data] smaller",
 ) -> None:
     """Refuse a length that cannot hold a task's sequence.
+
+    Args:
+        task: whose sequence it is.
+        length: in tokens.
+        nearest: no answer lies nearer, in tokens.
+        remedy: what the caller can change, with a place for the shortest length.
 
     Raises:
         LabError: with the length that would do.
@@ -342,10 +351,10 @@ def check_length(
     if length < task.least():
         raise LabError(
             f"{length} tokens cannot hold a sequence of this task: it takes {task.least()}",
-            remedy,
+            remedy.format(task.least()),
         )
-    if nearest > task.farthest(length):
+    if (short := nearest - task.farthest(length)) > 0:
         raise LabError(
             f"in {length} tokens no answer can lie {nearest} tokens back: at most {task.farthest(length)}",
-            "choose a longer sequence",
+            f"choose a sequence of {length + short} tokens or more",
         )

@@ -192,7 +192,7 @@ def _plans(task: Asking, lengths: Sequence[int], train_length: int) -> Iterator[
             there = task if not grown else task.grown(length // train_length) if length > train_length else None
             if there is None:
                 continue
-            check_length(there, length, remedy="measure longer ones, with --lengths")
+            check_length(there, length, remedy="measure {} tokens or more, with --lengths")
             nearest = min(length // 2, there.farthest(length)) if length > train_length else 0
             yield _Plan(there, length, grown, nearest)
 

@@ -48,6 +48,8 @@ class Job:
     evaluation: Evaluation
     status: Status = "waiting"
     error: str = ""
+    replaced: str = ""
+    """What its measurement will replace, and why; empty where nothing will be lost."""
     event: Event | None = None
     share: float = 0.0
     _began: tuple[float, float] | None = field(default=None, repr=False)
@@ -190,6 +192,11 @@ def _is_evaluated(job: Job, tokens: int) -> bool:
     planned = {(length, setting) for length in job.lengths for setting in possible_settings(job.recipe, job.folder)}
     # Runs are compared on the same text. Early evaluations do not say how many tokens were wanted
     same_text = tokens == wanted and found.longest in (0, max(job.lengths)) and found.asked in (0, wanted)
+    if not same_text and found.rows:
+        longest = found.longest or max(row.length for row in found.rows)
+        before = f"{found.asked or tokens:,} tokens, at up to {longest:,} each"
+        now = f"{wanted:,}, at up to {max(job.lengths):,}"
+        job.replaced = f"its {len(found.rows)} losses are of other text ({before}; asked for are {now})"
     if not same_text or not planned <= {(row.length, row.setting) for row in found.rows}:
         return False
     job.evaluation = found

@@ -250,6 +250,9 @@ def train_all(
         if copied := _copied(left):
             where = f"{size_text(copied)} of shards are copied into the token cache first"
             say(console, f"{title}: {where}", wrap=True)
+        for job in left:
+            if job.replaced:
+                say(console, f"{job.label}: {job.replaced}, and will be replaced", wrap=True)
         # A layout may be another one than its writer thinks
         kinds = {_row(job): job.recipe.model for job in left}
         for row, model in kinds.items():
