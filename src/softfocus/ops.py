@@ -114,10 +114,10 @@ def _forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
         lengths, reads_cache = call.cache.lengths, "cache" in _load(backend).CARRIES.features
         if lengths.is_cpu or not reads_cache:
             numbers = validation.check_cache_values(call.key, lengths, call.cache.page_table)
-        out, rows = _empty(call, backend)
+        rows = _empty_rows(call, backend)
         if reads_cache:
             return _load(backend).forward(call)[0], rows
-        leaves = pack(call)
+        out, leaves = _empty_out(call), pack(call)
         shared_layout: tuple[Any, ...] | None = None
         if not optional_arguments(leaves):
             shared_layout = (
@@ -294,20 +294,22 @@ def saved_vectors_of(call: Call, backend: str) -> int:
     return kept(call) if kept else 0
 
 
-def _empty(call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """Empty tensors like those that ``attend`` returns. A call with a cache has no backward, and so
-    it returns no row vectors.
-    """
+def _empty_out(call: Call) -> Tensor:
+    return call.query.new_empty(*call.query.shape[:3], call.value.size(-1))
+
+
+def _empty_rows(call: Call, backend: str) -> Tensor:
+    """The row vectors of a call, empty. A call with a cache has no backward, and so it has none."""
     query, vectors = call.query, 0 if call.cache else saved_vectors_of(call, backend) or 4
-    out = query.new_empty(*query.shape[:3], call.value.size(-1))
-    return out, query.new_empty(vectors, *query.shape[:3], dtype=compute_dtype(query.dtype))
+    return query.new_empty(vectors, *query.shape[:3], dtype=compute_dtype(query.dtype))
 
 
 @torch.library.register_fake("softfocus::attend_cache", lib=_library)
 @torch.library.register_fake("softfocus::attend", lib=_library)
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     *leaves, backend = arguments
-    return _empty(unpack(leaves), backend)
+    call = unpack(leaves)
+    return _empty_out(call), _empty_rows(call, backend)
 
 
 @torch.library.register_fake("softfocus::attend_backward", lib=_library)

@@ -720,6 +720,27 @@ def test_gradients_of_keys_beside_a_tiny_query(quiet):
         assert torch.equal(plain, tiny)
 
 
+@pytest.mark.parametrize("name", ["lssa", "lssar", "cosine_log_n"])
+def test_gradients_of_queries_that_see_a_tiny_key_in_float16(quiet, name):
+    """A power of two in the length of a key changes no bit. The gradient through a key of 2^-24 is
+    multiplied by 2^24, and the other keys' gradients keep their precision beside it.
+    """
+    query, key, value = (
+        torch.randn(1, 1, n, 16, generator=torch.Generator().manual_seed(n)).to(DEVICE, HALF) for n in (19, 40, 41)
+    )
+
+    def gradient(size):
+        lengths = key.clone()
+        lengths[:, :, 5] = 0.0
+        lengths[:, :, 5, 3] = size
+        leaf = query.clone().requires_grad_()
+        return torch.autograd.grad(fused(leaf, lengths, value[:, :, :40], mechanism=name).square().sum(), leaf)[0]
+
+    plain, tiny = gradient(1.0), gradient(2.0**-24)
+    assert plain.abs().amax() > 1e-3
+    assert torch.equal(plain, tiny)
+
+
 class TinyQueries(NamedTuple):
     """c_i / |q_i|, in units of log 2, is beyond float32's largest number. The gradients of the
     queries, which it multiplies, may be, too.
@@ -1127,6 +1148,18 @@ def test_another_length_is_no_other_kernel():
 
     assert constants(1040) == constants(1056) != []
     assert constants(16, torch.tensor([[0]])) != constants(32, torch.tensor([[0]]))
+
+
+def test_lengths_beyond_int32_are_clamped():
+    """On a device nobody checks them: they must not wrap around into valid ones."""
+    from softfocus.backends.triton.inputs import inputs_of
+
+    query, key = torch.ones(3, 1, 1, 8), torch.ones(3, 1, 40, 8)
+    call = functional.validated_call(query, key, key)
+    for lengths, wanted in (([2**32 + 5, -(2**32) + 5, 7], [40, 0, 7]), ([41, 0, 39], [40, 0, 39])):
+        given = inputs_of(call._replace(cache=Cache(torch.tensor(lengths), None))).lengths
+        assert given.dtype == torch.int32
+        assert given.tolist() == wanted
 
 
 def test_unit_vectors_know_no_norms(quiet):

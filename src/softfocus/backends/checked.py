@@ -63,16 +63,16 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         return triton.forward(call)
     if call.cache is None:
         out, statistics = tiled.forward(call)
-    elif _capturing(call.query):
+        kept = statistics.new_zeros(saved_vector_count(call), *statistics.shape[1:])
+        kept[: len(statistics)] = statistics
+        return out, kept
+    if _capturing(call.query):
         raise RuntimeError(
             "softfocus: the Triton kernels are refused for this call, and what runs instead cannot be captured"
         )
-    else:
-        parts = [tiled.forward(_sequence(b, call)) for b in range(call.query.size(0))]
-        out, statistics = (torch.cat(some, dim) for some, dim in zip(zip(*parts, strict=True), (0, 1), strict=True))
-    kept = statistics.new_zeros(saved_vector_count(call), *statistics.shape[1:])
-    kept[: len(statistics)] = statistics
-    return out, kept
+    # There is no backward, and so there are no row vectors
+    parts = [tiled.forward(_sequence(b, call))[0] for b in range(call.query.size(0))]
+    return torch.cat(parts), call.query.new_empty(0)
 
 
 def backward(call: Call, grad: Tensor, bias_grad: bool, out: Tensor, statistics: Tensor) -> dict[str, Tensor]:

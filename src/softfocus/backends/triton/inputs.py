@@ -97,7 +97,11 @@ def inputs_of(call: Call) -> Inputs:
     query, value, cache, dropout_of_call, power = call.query, call.value, call.cache, call.dropout, call.power
     batch, heads, query_length, head_dim = query.shape
     _, key_heads, page_size, value_dim = value.shape
-    table = None
+    table = lengths = None
+    if cache is not None:
+        lengths = cache.lengths
+        if lengths.dtype != torch.int32:  # kernels clamp int32. A larger number would wrap around
+            lengths = lengths.clamp(0, call.visibility.key_length).int()
     if cache is not None and cache.page_table is not None:
         table = cache.page_table.int()[:, None, None]
     else:
@@ -128,7 +132,7 @@ def inputs_of(call: Call) -> Inputs:
         head_dim=head_dim,
         value_dim=value_dim,
         scale=call.scale,
-        lengths=None if cache is None else cache.lengths.int().contiguous(),
+        lengths=None if lengths is None else lengths.contiguous(),
         page_table=array(table),
         # Triton specialises kernels on integers that 16 divides and on their number of bits. This
         # number is odd and at least 2^63, so that one kernel serves every seed

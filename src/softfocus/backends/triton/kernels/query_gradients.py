@@ -119,29 +119,22 @@ def query_gradients(
                 log2_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
             if IS_PARTIAL:
                 grad_u = tl.where(visible, grad_u, 0.0)  # masked scores: phi' is 0, but grad_u may be NaN
-            # The operand grad_u derivative key_rnorm may overflow float16. key_rnorm is divided by
-            # a power of two, which multiplies the product
-            rnorm_pow2 = 1.0
             if inputs.unit_key_fp16 is not None:
                 key = loading.load_bf16_unit_keys(inputs, b, h, k_offsets, IS_PARTIAL, blocks)  # [BLOCK_K, BLOCK_D]
             elif algebra.cosine:
                 if algebra.inputs_are_fp16:
-                    rnorm_pow2 = norms.largest_power_of_two(key_rnorm)
-                    key_rnorm = key_rnorm / rnorm_pow2
+                    # grad_u derivative / |k| may overflow float16. Each key takes its own power of
+                    # two: one for all keys of the tile would flush to 0 those of ordinary norm
+                    # beside a tiny one
+                    key, key_rnorm = norms.scaled_operand(key, key_rnorm)
                 derivative = derivative * key_rnorm[None, :]
                 if IS_PARTIAL:
                     derivative = tl.where(visible, derivative, 0.0)
             if IS_PARTIAL:  # 0 times a hidden non-finite key would be NaN
                 key = products.finite_or_zero(key)
-            tile_sum = products.dot_grad_scores(grad_u * derivative, key, algebra, blocks)  # [BLOCK_Q, BLOCK_D]
-            if algebra.inputs_are_fp16:
-                tile_sum *= rnorm_pow2
-            grad_sum += tile_sum
+            grad_sum += products.dot_grad_scores(grad_u * derivative, key, algebra, blocks)  # [BLOCK_Q, BLOCK_D]
             if algebra.reweighted:
-                tile_sum = products.dot_grad_scores(derivative, key, algebra, blocks)
-                if algebra.inputs_are_fp16:
-                    tile_sum *= rnorm_pow2
-                derivative_sum += tile_sum
+                derivative_sum += products.dot_grad_scores(derivative, key, algebra, blocks)
                 grad_u_sum += tl.sum(grad_u, 1)
                 if grad_power is not None:
                     terms = grad_log_numerator * log2_u
