@@ -5,12 +5,11 @@ figure.
 import math
 from pathlib import Path
 
-from rich import box
 from rich.table import Table
 
 from softfocus.lab.evaluate.heads import head_name
 from softfocus.lab.evaluate.means import Mean, holm_rejections, t_outside
-from softfocus.lab.report.curves import Point, number
+from softfocus.lab.report.curves import Line, Point, curve_table
 from softfocus.lab.report.figure import PALETTE, save_png, titled
 from softfocus.lab.run_folder.results import HeadRow, HeadsMeasured
 
@@ -34,21 +33,15 @@ def heads_table(found: HeadsMeasured) -> Table:
     narrowed.
     """
     base = mean(found, found.rows[0])
-    table = Table(
-        title=f"Loss in windows of {found.length:,} tokens when a head sees the last {found.window:,} keys only; "
-        f"{found.tokens:,} tokens",
-        title_justify="left",
-        box=box.SIMPLE,
+    narrowed = [("all", mean(found, row)) for row in found.rows[1:2]]
+    narrowed += [(head_name(row.layer, row.head), mean(found, row)) for row, _ in gains(found)]
+    lines = [Line("none", [_point(0, base)])]
+    lines += [Line(name, [_point(0, loss), _point(1, base - loss)]) for name, loss in narrowed]
+    title = (
+        f"Loss in windows of {found.length:,} tokens when a head sees the last {found.window:,} keys only; "
+        f"{found.tokens:,} tokens"
     )
-    table.add_column("narrowed", no_wrap=True)
-    table.add_column("loss", justify="right")
-    table.add_column("less than without", justify="right")
-    table.add_row("none", _cell(base), "")
-    for row in found.rows[1:2]:
-        table.add_row("all", _cell(mean(found, row)), _cell(base - mean(found, row)))
-    for row, gain in gains(found):
-        table.add_row(head_name(row.layer, row.head), _cell(mean(found, row)), _cell(gain))
-    return table
+    return curve_table(title, "narrowed", lines, {0: "loss", 1: "less than without"})
 
 
 def sentence(found: HeadsMeasured) -> str:
@@ -97,5 +90,5 @@ def save_heads_figure(found: HeadsMeasured, folder: Path) -> None:
         save_png(figure, folder / FIGURE)
 
 
-def _cell(value: Mean) -> str:
-    return number(Point(0, value.value, value.standard_error))
+def _point(column: int, value: Mean) -> Point:
+    return Point(column, value.value, value.standard_error)
