@@ -150,6 +150,18 @@ def swept(study: str, own: str, names: dict[str, str], *endings: str) -> dict[st
     return rows
 
 
+LABELS = {"laser-softplus": "laser(softplus_l1)"}
+SWEPT_LAST = (
+    "local-ssmax", "cosine-local", "softplus-local", "laser-local", "laser-softplus-local", "laser-softplus",
+)  # fmt: skip
+GLOBAL_HEADS = {
+    f"{row}-nope": f"{name} in the two global heads"
+    for row, name in {
+        "softmax": "softmax", "ssmax": "SSMax", "qknorm": "QK-norm", "lssa": "LSSA", "lssar": "LSSAR, p = 31,",
+    }.items()
+}  # fmt: skip
+
+
 def rates() -> str:
     rows = (*LSSA, "laser-lssa-local", "local-softmax", "local-cosine", "hybrid-half-rope", "local-nope")
     names = {"softmax": "Softmax"} | {row: NAMES[row] for row in rows} | {"lssar": NAMES["LSSAR"]}
@@ -163,6 +175,8 @@ def rates() -> str:
         "global-heads": (NAMES["cosine-nope"], loss("layouts", "cosine-nope-s0")),
         "all-softmax-nope": ("softmax in every head of that layout", loss("global-heads", "all-softmax-nope-s0")),
     }
+    own |= {row: (NAMES[LABELS.get(row, row)], loss("layouts", f"{row}-s0")) for row in SWEPT_LAST}
+    own |= {row: (name, loss("global-heads", f"{row}-s0")) for row, name in GLOBAL_HEADS.items()}
     for row, (name, here) in own.items():
         found[name] = [None, other(f"{row}-s0"), here, other(f"{row}-four-times-s0")]
     return rates_table(("1e-3", "2e-3", "4e-3", "8e-3"), found)
