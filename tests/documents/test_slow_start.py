@@ -268,7 +268,10 @@ def test_the_head_that_lost_the_line_is_the_measured_one():
     found = json.loads((RESULTS / "lost-line/why.json").read_text())
     losses = {key.removeprefix("clipped wavelengths: "): f"{loss:.3f}" for key, loss in found["loss at 16x"].items()}
     assert f"clipped the loss at 16 times the length is {losses['up to 128']}" in TEXT
-    assert f"all of them {losses['all']}, without {losses['none']}; with those above 512, {losses['above 512']}" in TEXT
+    assert f"all of them {losses['all']}, without {losses['none']}; with those of 128 to 512, " in TEXT
+    assert f"with those of 128 to 512, {losses['128 to 512']}; with those above 512, {losses['above 512']}" in TEXT
+    taken = {key: found["loss at 16x"][f"clipped wavelengths: {key}"] for key in ("none", "all", "128 to 512")}
+    assert 0.5 < (taken["none"] - taken["128 to 512"]) / (taken["none"] - taken["all"]) < 0.55, "half of the rise"
     assert f"held at 128, the loss is {losses['N at most 128']}" in TEXT
     mass = {int(start): share for start, share in found["weight by distance"].items() if int(start) >= 128}
     assert sorted(sorted(mass, key=mass.__getitem__)[-3:]) == [744, 1000, 1504], "bins of eight"
