@@ -37,6 +37,7 @@ from softfocus.lab.run_folder.files import MODEL, load_run
 from softfocus.lab.run_folder.results import AS_TRAINED, WRONG
 from softfocus.lab.studies.jobs import plan_jobs
 from softfocus.lab.studies.study import _trial
+from softfocus.lab.train import trainer
 from softfocus.lab.train.run import train
 
 FEW = ["train.steps=4", "train.batch=4", "train.warmup=1", "train.log_every=1", "train.checkpoint_every=2"]
@@ -133,6 +134,23 @@ def test_resumed_is_uninterrupted(name: str, runs: Any, tmp_path: Path) -> None:
     ours, whole = (load_file(run / MODEL / "model.safetensors") for run in (folder, runs(name)))
     assert ours.keys() == whole.keys()
     assert all(torch.equal(ours[key], whole[key]) for key in ours)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["vit-toy", "conformer-toy"])
+def test_samples_made_by_other_processes_are_the_same(
+    name: str, runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a GPU they are made meanwhile."""
+    recipe = tiny_recipe(name, "model.mechanism=laser")
+    assert trainer._readers(recipe) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        assert trainer._readers(recipe) >= 1
+        assert trainer._readers(tiny_recipe("bert-toy")) == 0
+    monkeypatch.setattr(trainer, "_readers", lambda recipe: 2)
+    info = train(recipe, tmp_path / name)
+    assert info.train_loss == load_run(runs(name)).train_loss
 
 
 @KINDS
