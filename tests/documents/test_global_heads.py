@@ -101,6 +101,16 @@ def far_keys() -> str:
     return table(["at 16x, the 4-gram stood so many tokens before", *FROM], body)
 
 
+def test_what_is_said_of_far_keys_on_the_bpe_is_measured():
+    found = [gains("bpe-global-heads-start-twice", seed) for seed in range(3)]
+    far = [gain[3:] for gain in found]
+    first = [*far[0], *far[1]]
+    assert f"by {min(first):+.3f} to {max(first):+.3f} with seeds 0 and 1, and lower it by" in TEXT
+    assert f"lower it by {-max(far[2]):.3f} to {-min(far[2]):.3f} with seed 2." in TEXT
+    near = [gain for one in found for gain in one[:3]]
+    assert f"On all other tokens they raise it, by {min(near):.3f} to {max(near):.3f}." in TEXT
+
+
 AROUND = {
     "g-window-16": "local heads see 16 tokens",
     "g-window-32": "32 tokens",
