@@ -36,6 +36,7 @@ from .tables import COLUMNS, NAMES, rates_table, said, scale_table, shown, shown
 
 LOSSES, _ = (ROOT / "docs/layouts.md").read_text().split("\n## Recall\n")
 TEXT, SHOWN = " ".join(LOSSES.split()), tables_of(LOSSES)
+HEADS = " ".join((ROOT / "docs/global-heads.md").read_text().split())
 LSSA = ("lssa-hybrid", "lssa-local")
 LAYOUTS = {"lssa-local": "`demo-lssa-local`", "lssa-hybrid": "`demo-hybrid`"}
 SETTINGS = ("as trained", "dynamic NTK", "YaRN", "window 1x", "window 1x (4 sinks)")
@@ -620,8 +621,14 @@ def test_what_other_rates_cost_is_the_measured_one():
         "global-heads": own("cosine-nope-s0"),
         "all-softmax-nope": loss("global-heads", "all-softmax-nope-s0"),
     }  # fmt: skip
+    here |= {row: own(f"{row}-s0") for row in SWEPT_LAST}
+    here |= {row: loss("global-heads", f"{row}-s0") for row in GLOBAL_HEADS}
+    in_heads = here.pop("softmax-nope")
     for row, found in here.items():
         assert found < min(sweep(f"{row}{ending}-s0") for ending in ("", "-four-times")), row
+    at_8 = sweep("softmax-nope-four-times-s0")
+    assert at_8 < in_heads < sweep("softmax-nope-s0")
+    assert f"Softmax in the two heads is lower by {in_heads - at_8:.3f} at 8e-3" in HEADS
     assert sweep("local-nope-s0") < min(sweep("local-nope-half-s0"), own("local-nope-s0")), "best at 2e-3"
     lead = sweep("softmax-s0") - sweep("local-cosine-s0")
     assert f"At 2e-3 it is ahead of Softmax by {lead:.3f} (seed 0)." in TEXT
