@@ -101,6 +101,13 @@ def far_keys() -> str:
     return table(["at 16x, the 4-gram stood so many tokens before", *FROM], body)
 
 
+def test_what_is_said_of_far_keys_from_another_start_is_measured():
+    first, used, last = (gains("global-heads-6", seed)[3:] for seed in range(3))
+    assert f"lower the loss of seed 1 on these tokens by {-max(used):.2f} to {-min(used):.2f}." in TEXT
+    hardly = [*first, *last]
+    assert f"They change that of seeds 0 and 2 by {min(hardly):+.3f} to {max(hardly):+.3f}." in TEXT
+
+
 def test_what_is_said_of_far_keys_on_the_bpe_is_measured():
     found = [gains("bpe-global-heads-start-twice", seed) for seed in range(3)]
     far = [gain[3:] for gain in found]
