@@ -12,7 +12,7 @@ from triton import knobs
 
 from softfocus import dropout
 from softfocus.backends.triton import runtime_power, tuning
-from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Inputs, Masks, TileLists
+from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Inputs, Masks, RowArray, TileLists
 from softfocus.backends.triton.kernels import masking
 from softfocus.backends.triton.kernels.pointwise import PHI
 from softfocus.backends.triton.tuning import next_power_of_two
@@ -43,6 +43,12 @@ def array(x: Tensor | None) -> Any:
     if 1 in x.shape:
         strides = tuple(0 if size == 1 else stride for size, stride in zip(x.shape, strides, strict=True))
     return Array(x, *strides)
+
+
+def row_array(x: Tensor) -> RowArray:
+    """The RowArray of vectors [n, B, H, Lq], with strides as in :func:`array`."""
+    pointer, *strides, _stride_of_rows = array(x)
+    return RowArray(pointer, *strides)
 
 
 @lru_cache(maxsize=256)

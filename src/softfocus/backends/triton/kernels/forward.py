@@ -257,7 +257,7 @@ def store_results(
         # exp_out becomes 1 (log 1 = 0) in rows without weight, in padding columns, and where it
         # underflowed. Rows where it underflowed are marked, and EXACT replaces them
         exp_out = tl.where((weight_sum[:, None] == 0.0) | (exp_out <= 0.0), 1.0, exp_out)
-        loading.store_like_out(outputs.residual, b, row_heads, q_offsets, mask, exp_out, inputs, blocks)
+        loading.store_like_out(outputs.residual, inputs, b, row_heads, q_offsets, mask, exp_out, blocks)
         acc = log2(exp_out, algebra.terms) * LN2
     elif algebra.reweighted or algebra.normaliser == "l1":
         if algebra.phi.has_zeros:  # the reciprocal of a small sum of such phi may overflow
@@ -272,10 +272,10 @@ def store_results(
         acc = acc * (weighting.row_factor(inputs, algebra, count, b) / algebra.phi.phi_unit)[:, None]
     acc = acc + (acc - acc) + (phi_sum - phi_sum)[:, None]  # infinity, of values or products, becomes NaN
     acc = tl.where(count[:, None] > 0.0, acc, 0.0)
-    loading.store_like_out(outputs.out, b, row_heads, q_offsets, mask, acc, inputs, blocks)
+    loading.store_like_out(outputs.out, inputs, b, row_heads, q_offsets, mask, acc, blocks)
     if outputs.residual is not None and not algebra.laser:
         steps = weighting.rounding_residual(acc, acc.to(outputs.out.pointer.dtype.element_ty).to(tl.float32), algebra)
-        loading.store_like_out(outputs.residual, b, row_heads, q_offsets, mask, steps, inputs, blocks)
+        loading.store_like_out(outputs.residual, inputs, b, row_heads, q_offsets, mask, steps, blocks)
     row_max = tl.where(phi_sum == phi_sum, row_max, float("nan"))
     log_norm = tl.where(
         phi_sum == 0.0, float("-inf"), tl.log(tl.where(phi_sum == 0.0, 1.0, phi_sum) / algebra.phi.phi_unit)

@@ -324,6 +324,6 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
     loading.store_row_vector(outputs.saved, b, h, q_offsets, loading.MARK, marks, marked)
     row_heads, log_total = tl.zeros_like(q_offsets) + h, tl.log(total)
     rounded = (running_max + log_total).to(outputs.out.pointer.dtype.element_ty)
-    loading.store_like_out(outputs.out, b, row_heads, q_offsets, marked, rounded, inputs, blocks)
+    loading.store_like_out(outputs.out, inputs, b, row_heads, q_offsets, marked, rounded, blocks)
     residual = (running_max - rounded.to(tl.float32)) + log_total
-    loading.store_like_out(outputs.residual, b, row_heads, q_offsets, marked, residual, inputs, blocks)
+    loading.store_like_out(outputs.residual, inputs, b, row_heads, q_offsets, marked, residual, blocks)
