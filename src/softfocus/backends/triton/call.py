@@ -143,8 +143,9 @@ class Launcher:
     def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> dict[str, Tensor]:
         """The gradients by name, from what :meth:`forward` returned."""
         if self.algebra.reweighted and self._splits() > 1:
-            # Decoding sums products in another order, so that the last bits of scores differ, and
-            # large powers multiply the difference. Forward and backward must compute equal weights
+            # Decoding sums products in another order and drops the least weights
+            # (``decode._negligible``). The last bits of its scores differ, and large powers
+            # multiply the difference. Forward and backward must compute equal weights
             out, saved = self.forward(split=False)
         exact_heads = (saved[loading.MARK.value] != 0.0).any(-1).int() if self.call.mechanism.laser else None
         outputs = self._outputs(out, saved, exact_heads)
@@ -366,10 +367,10 @@ class Launcher:
         tensor_core_blocks = shape.blocks._replace(BLOCK_Q=tl.constexpr(max(16, rows)))
         blocks_of_weights = tensor_core_blocks if rows > 1 else tensor_core_blocks._replace(BLOCK_Q=rows_stored)
         blocks = blocks_of_weights if query.dtype == torch.float32 else tensor_core_blocks
-        parts = query.new_empty(heads, splits, decode.PARTS.value, rows, dtype=torch.float32)
-        sums = query.new_empty(heads, splits, rows, blocks.BLOCK_DV.value, dtype=torch.float32)
+        split_stats = query.new_empty(heads, splits, decode.STATS.value, rows, dtype=torch.float32)
+        split_accs = query.new_empty(heads, splits, rows, blocks.BLOCK_DV.value, dtype=torch.float32)
         scores = query.new_empty(heads, self.inputs.group * query.size(2), self.inputs.key_length, dtype=torch.float32)
-        shared = self.inputs, self.algebra, shape.masks, parts, sums
+        shared = self.inputs, self.algebra, shape.masks, split_stats, split_accs
         grid, constants, options = (splits, heads), (tile, splits), shape.options
         of_scores = *shared, scores, rows_stored, stages
         self._launch(decode.statistics, constants, grid, *of_scores, blocks, **options)

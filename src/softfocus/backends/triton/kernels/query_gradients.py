@@ -97,10 +97,9 @@ def query_gradients(
             # grad_log_numerator = A (dL/dA - delta), the gradient of the log of f or u^p
             if EXACT:
                 log_weights, log_u = laser.log_weights(s, exact, inputs, algebra, h)
-                exact_terms, _unused = laser.add_exact_terms(
-                    log_weights, tl.zeros_like(s), None, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets,
-                    1, blocks,
-                )  # fmt: skip
+                exact_terms = laser.exact_terms_of(
+                    log_weights, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, 1
+                )
                 grad_log_numerator, grad_u, derivative = laser.gradients_of_marked(
                     s, exact_terms, exact, inputs, algebra, h
                 )
