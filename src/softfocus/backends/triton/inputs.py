@@ -56,7 +56,7 @@ def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.Ti
     """A tile's shape, and how its products are computed."""
     widths = [max(16, next_power_of_two(size)) for size in (head_dim, value_dim)]
     # A float16 call multiplies LASER's e^V, and weights and gradients that float16 might not hold,
-    # as float32. They are computed from halves, so that tf32 is precise enough. Tensor cores
+    # as float32. They are computed from float16, so that tf32 is precise enough. Tensor cores
     # truncate operands to tf32: products.to_operand_dtype rounds them
     precision = "tf32" if dtype == torch.float16 else "ieee"
     dims_fill_tile = widths == [head_dim, value_dim]

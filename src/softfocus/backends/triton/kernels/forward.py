@@ -248,8 +248,8 @@ def store_results(
         # The sum of the weights counts as at least 1: if it is less (relu without a shift), the
         # products themselves may underflow
         needs_exact = needs_exact | (large > 0.0) | (lowest < laser.SMALL_SUM * tl.maximum(weight_sum, 1.0))
-        # Where a dot product is infinite phi_sum is NaN, and so is the row. power_sum may not show
-        # it
+        # Rows without weight and NaN rows have nothing to compute again. power_sum of 16-bit dtypes
+        # hides a NaN; phi_sum has it
         needs_exact = needs_exact & (weight_sum > 0.0) & (phi_sum == phi_sum)
         tl.store(outputs.exact_heads + b * inputs.heads + row_heads, 1, mask=needs_exact & mask)
         # exp_out [BLOCK_Q, BLOCK_DV] is A e^V; NaN where phi_sum is
@@ -261,11 +261,12 @@ def store_results(
         acc = log2(exp_out, algebra.terms) * LN2
     elif algebra.reweighted or algebra.normaliser == "l1":
         if algebra.phi.has_zeros:  # the reciprocal of a small sum of such phi may overflow
-            weight_sum = tl.broadcast_to(tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None], acc.shape)
+            divisor = tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
+            divisor = tl.broadcast_to(divisor, acc.shape)  # [BLOCK_Q, BLOCK_DV]
             if algebra.inputs_are_fp32:
-                acc = tl.div_rn(acc, weight_sum)
+                acc = tl.div_rn(acc, divisor)
             else:
-                acc = acc / weight_sum
+                acc = acc / divisor
         else:
             acc = acc * weighting.reciprocal_sum(weight_sum, algebra)[:, None]
     else:
