@@ -37,7 +37,8 @@ class Rows:
             if there are none, and for exp, whose f is that in every row with the l1 norm.
         u: relu(f - threshold) / spread, [..., R, K]; None without re-weighting.
         spread: largest f - threshold, [..., R, 1]; 1 in tied rows.
-        power_sum: sum u^p, [..., R, 1]; 1 in tied rows (the CPU kernels have the norm there).
+        power_sum: sum u^p, [..., R, 1]; 1 in tied rows (the CPU kernels: the norm times a power of
+            two).
         tied: bool [..., R, 1], rows that keep their l1 weights; None if there are none.
         maximum, log_norm, peak: as in RowStatistics, [..., R, 1].
     """

@@ -900,11 +900,9 @@ def test_saved_vectors_that_lie_beyond_32_bits(quiet, monkeypatch):
     """As with 3.1e8 rows or more over all heads."""
     from softfocus.backends.triton import call
 
-    array, length = call.array, 16
+    row_array, length = call.row_array, 16
     saved = far_vectors(triton.SAVED_VECTORS, 2**28 + 2**26, length)
-    monkeypatch.setattr(
-        call, "array", lambda x: array(saved if x is not None and x.size(0) == triton.SAVED_VECTORS else x)
-    )
+    monkeypatch.setattr(call, "row_array", lambda x: row_array(saved if x.size(0) == triton.SAVED_VECTORS else x))
     query = torch.ones(1, 1, length, 1, device=DEVICE)
     fused(query, 5 * query, query, scale=1.0, mechanism="relu_l1")
     assert (saved[-1] == 5).all()  # the largest score
@@ -914,10 +912,10 @@ def test_saved_vectors_that_lie_beyond_32_bits(quiet, monkeypatch):
 def _store_and_load(row_vectors, out, algebra):
     q_offsets = tl.arange(0, 16)
     x = q_offsets.to(tl.float32)
-    row = weighting.GradientRow(x * 0, x * 0, x * 0, x * 0, x * 0, x)
+    row = weighting.GradientRow(x * 0, x * 0, x * 0, x * 0, x * 0, x * 0, x)
     mask = q_offsets < 16
     backward_rows.store_row_vectors(
-        row_vectors, x * 0, x * 0, x * 0, row, x * 0, 0, 0, q_offsets, mask, mask, False, False
+        row_vectors, algebra, x * 0, x * 0, x * 0, row, x * 0, 0, 0, q_offsets, mask, mask, False
     )
     _mean_grad, _scale, _bias, loaded = backward_rows.load_row_vectors(
         row_vectors, algebra, 0, 0, q_offsets, mask, False
@@ -947,10 +945,10 @@ def test_phi_at_an_infinite_shift_is_what_it_declares(quiet, phi):
 
 def test_row_vectors_that_lie_beyond_32_bits(quiet):
     """As with 2^28 rows or more over all heads."""
-    from softfocus.backends.triton.inputs import algebra_of, array
+    from softfocus.backends.triton.inputs import algebra_of, row_array
 
     vectors, loaded = far_vectors(backward_rows.ROW_VECTORS[0], 2**28, 16), torch.zeros(16, device=DEVICE)
-    _store_and_load[(1,)](array(vectors), loaded, algebra_of(named("softmax"), False, False, SINGLE))
+    _store_and_load[(1,)](row_array(vectors), loaded, algebra_of(named("softmax"), False, False, SINGLE))
     assert loaded.tolist() == vectors[-1, 0, 0].tolist() == list(range(16))
 
 

@@ -1,11 +1,12 @@
 """The Triton kernels, compared with the tiled backend at the first call of each kind.
 
-``backend="auto"`` runs the kernels through this module, because six GPUs have run them for
-fifteen minutes each, and a wrong kernel must not silently give wrong numbers. A part of the call is
-compared with the tiled backend in float64. Kinds that disagree or do not compile run on the tiled
-backend from then on, after one warning. A kind is a mechanism, a dtype, the sizes of a head and the
-optional arguments. The numbers in the tensors do not belong to it, nor do lengths, except in
-decoding.
+``backend="auto"`` runs the kernels through this module, because they are compiled on the user's
+machine for shapes that no test has run, and a wrong kernel must not silently give wrong numbers. A
+part of the call is compared with the tiled backend in float64. Kinds that disagree or do not
+compile run on the tiled backend from then on, after one warning. A kind is a mechanism, a dtype,
+the sizes of a head and the optional arguments. The numbers in the tensors do not belong to it, nor
+do lengths, except in decoding.
+
 ``SOFTFOCUS_TRITON=trusted`` omits the check.
 """
 
@@ -41,8 +42,8 @@ was summed.
 
 TINY = 1e-30
 """Keeps a division by a zero norm finite."""
-MAX_KINDS = 4096
-"""More kinds than a process meets. Bounds the dictionary. Chosen, not measured."""
+MAX_KINDS = 4096  # unmeasured
+"""More kinds than a process meets. Bounds the dictionary."""
 Result = TypeVar("Result")
 
 _verdicts: dict[Hashable, str | None] = {}
@@ -127,13 +128,13 @@ class Comparison(NamedTuple):
 
     Attributes:
         got: the kernels' result.
-        tiled: the tiled backend's, in the same dtype.
+        tiled_same_dtype: the tiled backend's, in the same dtype.
         tiled_float64: the tiled backend's in float64.
         size: the size of what was summed.
     """
 
     got: Tensor
-    tiled: Tensor
+    tiled_same_dtype: Tensor
     tiled_float64: Tensor
     size: float
 
@@ -156,9 +157,9 @@ def _run_kernels(run: Callable[[], Result]) -> Result:
 
 def _compare_forward(call: Call) -> Iterator[Comparison]:
     part = _part_of(call)
-    same, exact = (tiled.forward(some_call)[0] for some_call in (part, _in_double(part)))
+    tiled_same_dtype, tiled_float64 = (tiled.forward(some_call)[0] for some_call in (part, _in_double(part)))
     got = _run_kernels(lambda: triton.forward(part)[0])
-    yield Comparison(got=got, tiled=same, tiled_float64=exact, size=_largest(exact))
+    yield Comparison(got, tiled_same_dtype, tiled_float64, size=_largest(tiled_float64))
 
 
 def _compare_longest_sequence(call: Call) -> Iterator[Comparison]:
@@ -166,9 +167,9 @@ def _compare_longest_sequence(call: Call) -> Iterator[Comparison]:
     assert call.cache is not None
     b = int(call.cache.lengths.argmax())
     one = _sequence(b, call)
-    same, exact = (tiled.forward(some_call)[0] for some_call in (one, _in_double(one)))
+    tiled_same_dtype, tiled_float64 = (tiled.forward(some_call)[0] for some_call in (one, _in_double(one)))
     got = _run_kernels(lambda: triton.forward(call)[0])
-    yield Comparison(got=got[b : b + 1], tiled=same, tiled_float64=exact, size=_largest(exact))
+    yield Comparison(got[b : b + 1], tiled_same_dtype, tiled_float64, size=_largest(tiled_float64))
 
 
 def _compare_backward(call: Call) -> Iterator[Comparison]:
@@ -178,13 +179,12 @@ def _compare_backward(call: Call) -> Iterator[Comparison]:
     generator = torch.Generator().manual_seed(0)
     shape = (*part.query.shape[:3], part.value.size(-1))
     grad = torch.randn(shape, generator=generator, dtype=torch.float64).to(part.query)
-    same = tiled.backward(part, grad, bias_grad)
-    exact = tiled.backward(_in_double(part), grad.double(), bias_grad)
+    tiled_same_dtype = tiled.backward(part, grad, bias_grad)
+    tiled_float64 = tiled.backward(_in_double(part), grad.double(), bias_grad)
     sizes = _sizes_of_sums(part, grad)
     got = _run_kernels(lambda: triton.backward(part, grad, bias_grad, *triton.forward(part)))
-    for name in exact:
-        size = max(_largest(exact[name]), sizes.get(name, 0.0))
-        yield Comparison(got=got[name], tiled=same[name], tiled_float64=exact[name], size=size)
+    for name, right in tiled_float64.items():
+        yield Comparison(got[name], tiled_same_dtype[name], right, size=max(_largest(right), sizes.get(name, 0.0)))
 
 
 def _sizes_of_sums(part: Call, grad: Tensor) -> dict[str, float]:
@@ -257,12 +257,12 @@ def _judge(kind: Hashable, mechanism: Mechanism, compare: Callable[[], Iterator[
 
 def _difference(comparison: Comparison) -> str | None:
     """A sentence if the results differ by more than rounding explains, else None."""
-    finite = comparison.tiled_float64.isfinite() & comparison.tiled.isfinite()
+    finite = comparison.tiled_float64.isfinite() & comparison.tiled_same_dtype.isfinite()
     if not finite.any():
         return None
     want = comparison.tiled_float64[finite]
     error = (comparison.got.double()[finite] - want).abs().max().item()
-    limit = MARGIN * (comparison.tiled.double()[finite] - want).abs().max().item()
+    limit = MARGIN * (comparison.tiled_same_dtype.double()[finite] - want).abs().max().item()
     limit += ULP_LIMIT * torch.finfo(comparison.got.dtype).eps * comparison.size
     if error <= limit:  # False where the error is NaN
         return None

@@ -40,18 +40,18 @@ MAX_HEAD_SPAN = 2**31
 within a head in 32 bits.
 """
 
-FEW_ROWS = 64
+FEW_ROWS = 64  # unmeasured
 """The largest number of rows (queries of all heads that share a key head) of a decoding call.
-Decoding splits the keys among programs. Chosen, not measured.
+Decoding splits the keys among programs.
 """
 SCORE_BOUND = 60.0
 """In natural units. While all absolute scores are below this, phi, its sums and the spread need no
 shift: they neither overflow nor underflow.
 """
-LEAST_SCALE = 0.1
+LEAST_SCALE = 0.1  # unmeasured
 """The smallest scale(d) with which scores are products of unit vectors. Typical entries of a scaled
 unit vector are scale(d) / sqrt(D). With a smaller scale more entries would be subnormal in float16
-(below 2^-14). Chosen, not measured.
+(below 2^-14).
 """
 WHOLE_POWER = 32
 """For integer powers up to this u^p is computed by squaring, with a kernel compiled for each."""
@@ -125,8 +125,9 @@ f (``Phi.value``), sum u^p, LASER's marks, and the largest score in the score un
 
 
 def saved_vector_count(call: Call) -> int:
-    """The number of saved vectors that the forward returns: SAVED_VECTORS, then as many as the
-    residual's memory takes. ``contract.Backend`` gives the name.
+    """The number of saved vectors that the forward returns: SAVED_VECTORS, plus enough float32
+    vectors to hold the residual, which lies behind them in the same tensor. ``contract.Backend``
+    gives the name.
     """
     residual = residual_dtype(call.mechanism, call.value.dtype)
     return SAVED_VECTORS + (0 if residual is None else -(-call.value.size(-1) * residual.itemsize // 4))
@@ -136,8 +137,8 @@ def residual_dtype(mechanism: Mechanism, dtype: torch.dtype) -> torch.dtype | No
     """The dtype of the residual that the backward needs for an output of ``dtype``; None if it
     needs none.
 
-    The residual is LASER's A e^V. For halves with an l1 norm it is the rounding error of out, from
-    which the backward computes delta = sum(out dL/dout).
+    The residual is LASER's A e^V. For 16-bit dtypes with an l1 norm it is the rounding error of
+    out, from which the backward computes delta = sum(out dL/dout).
     """
     if mechanism.laser:
         return torch.float32

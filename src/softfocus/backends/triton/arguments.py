@@ -21,6 +21,17 @@ class Array(NamedTuple):
     stride_d: Any
 
 
+class RowArray(NamedTuple):
+    """Some vectors of rows [n, B, H, Lq], the rows contiguous: pointer, and strides in elements, 0
+    where a dimension has size 1.
+    """
+
+    pointer: Any
+    stride_n: Any
+    stride_b: Any
+    stride_h: Any
+
+
 class Masks(NamedTuple):
     """Which keys a query sees: ``softfocus.visibility.Visibility``.
 
@@ -139,10 +150,14 @@ class Outputs(NamedTuple):
 
     Attributes:
         out: [B, H, Lq, Dv].
-        residual: shaped like out, saved for the backward: the rounding error of out in units of
-            ``weighting.rounding_step``. For LASER it is A e^V, and in marked rows the rounding
-            error itself. Or None. It lies in the memory of ``saved``, after the first
-            SAVED_VECTORS vectors.
+        residual: shaped like out, saved for the backward, in the memory of ``saved`` after the
+            first SAVED_VECTORS vectors; or None. It holds
+
+            * of float16 and bfloat16 with an l1 norm: the rounding error of out as int8, in units
+              of ``weighting.rounding_step``;
+            * for LASER: A e^V in float32;
+            * in LASER's marked rows: the rounding error of out in float32.
+
         saved: the saved vectors, float32 [n, B, H, Lq], n = ``saved_vector_count(call)``.
         exact_heads: LASER's, int32 [B, H]: not 0 where the head has marked rows; or None.
         end: a constant; see the module's docstring.
@@ -150,7 +165,7 @@ class Outputs(NamedTuple):
 
     out: Array
     residual: Array | None
-    saved: Array
+    saved: RowArray
     exact_heads: Any
     end: tl.constexpr
 

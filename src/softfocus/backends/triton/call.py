@@ -31,6 +31,7 @@ from softfocus.backends.triton.inputs import (
     document_bounds,
     inputs_of,
     masks_of,
+    row_array,
     tile_lists,
 )
 from softfocus.backends.triton.kernels import (
@@ -48,10 +49,10 @@ from softfocus.backends.triton.kernels import (
 from softfocus.backends.triton.tuning import next_power_of_two
 from softfocus.contract import LEAVES, Call, pack
 
-TILES_OF_A_SPLIT = 4
-"""The fewest tiles of keys of a split. Chosen, not measured."""
-ELEMENTS_AT_ONCE = 4096
-"""Elements whose norms or exponentials one program computes. Chosen, not measured."""
+TILES_OF_A_SPLIT = 4  # unmeasured
+"""The fewest tiles of keys of a split."""
+ELEMENTS_AT_ONCE = 4096  # unmeasured
+"""Elements whose norms or exponentials one program computes."""
 ALIGNED = 16
 """Bytes. Triton compiles one kernel for addresses that are multiples of it, and one for others."""
 UNMEASURED = ("decode", "bias_gradients")  # they take the first of their tile shapes
@@ -142,8 +143,9 @@ class Launcher:
     def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> dict[str, Tensor]:
         """The gradients by name, from what :meth:`forward` returned."""
         if self.algebra.reweighted and self._splits() > 1:
-            # Decoding sums products in another order, so that the last bits of scores differ, and
-            # large powers multiply the difference. Forward and backward must compute equal weights
+            # Decoding sums products in another order and drops the least weights
+            # (``decode._negligible``). The last bits of its scores differ, and large powers
+            # multiply the difference. Forward and backward must compute equal weights
             out, saved = self.forward(split=False)
         exact_heads = (saved[loading.MARK.value] != 0.0).any(-1).int() if self.call.mechanism.laser else None
         outputs = self._outputs(out, saved, exact_heads)
@@ -162,23 +164,24 @@ class Launcher:
             grad = grad.contiguous()
         layouts = tuple((x.stride(), x.dtype, x.data_ptr() % ALIGNED) for x in (grad, out, saved))
         grad_out = array(grad)
-        grad_acc = None  # LASER's dL/d(A e^V): query_gradients computes it from grad_out for the other kernels
+        grad_exp_out = None  # LASER's dL/d(A e^V): query_gradients computes it from grad_out for the other kernels
         if call.mechanism.laser:
-            grad_acc = array(torch.empty_like(out, dtype=exponential_dtype(value.dtype)))
+            grad_exp_out = array(torch.empty_like(out, dtype=exponential_dtype(value.dtype)))
 
         def launch(
             kernel: Any, grid: tuple[int, ...], tile: tuning.TileShape, shape: LaunchShape, *arguments: Any
         ) -> None:
-            # Both may run again, to be measured: the first variant stores, and EXACT adds to that
+            # A measurement runs this function many times. That is safe, because each time the first
+            # variant overwrites what EXACT then adds to
             for exact in (False, True) if call.mechanism.laser else (False,):
-                use_grad_acc = grad_acc is not None and not exact and kernel is not query_gradients.query_gradients
-                incoming_grad = grad_acc if use_grad_acc else grad_out
-                shared = inputs, self.algebra, shape.masks, incoming_grad, outputs, array(row_vectors)
+                of_exp_out = grad_exp_out is not None and not exact and kernel is not query_gradients.query_gradients
+                incoming_grad = grad_exp_out if of_exp_out else grad_out
+                shared = inputs, self.algebra, shape.masks, incoming_grad, outputs, row_array(row_vectors)
                 constants = tile, exact, layouts
                 self._launch(kernel, constants, grid, *shared, *arguments, exact, shape.blocks, **shape.options)
 
         def launch_query_gradients(tile: tuning.TileShape) -> None:
-            arrays = array(grads["query"]), grad_acc, grads_by_row.get("head_scale"), grads_by_row.get("power")
+            arrays = array(grads["query"]), grad_exp_out, grads_by_row.get("head_scale"), grads_by_row.get("power")
             shape = self._launch_shape(tile, "key_tiles")
             launch(query_gradients.query_gradients, shape.row_grid, tile, shape, *arrays)
 
@@ -261,7 +264,7 @@ class Launcher:
         inputs = self.inputs
         if self.call.cache:
             return inputs
-        if self.algebra.cosine.value:
+        if self.algebra.cosine:
             query, key = self.call.query, self.call.key
             fp16, bf16 = self._units(key, backward)
             key_rnorm = self._reciprocal_norms("key", key, fp16, bf16)
@@ -280,7 +283,7 @@ class Launcher:
         dtype, residual = residual_dtype(self.call.mechanism, out.dtype), None
         if dtype is not None:
             residual = saved[SAVED_VECTORS:].flatten().view(dtype)[: out.numel()].view(out.shape)
-        return Outputs(array(out), array(residual), array(saved), exact_heads, END)
+        return Outputs(array(out), array(residual), row_array(saved), exact_heads, END)
 
     def _units(self, x: Tensor, backward: bool) -> tuple[Tensor | None, Tensor | None]:
         """Empty tensors for the unit vectors of x: one in float16, and for the backward one in the
@@ -296,34 +299,31 @@ class Launcher:
 
         ``name``: which tensor x is, "query" or "key".
         """
-        batch, heads, length, width = x.shape
-        rnorm = x.new_empty(batch, heads, length, 1, dtype=torch.float32)
-        columns = next_power_of_two(width)
-        block_rows = max(1, ELEMENTS_AT_ONCE // columns)
-        if rnorm.numel():
-            self._launch(
-                norms.reciprocal_norms, (name, bf16 is not None), (ceil_div(length, block_rows), batch * heads),
-                array(x), array(rnorm), array(fp16), array(bf16), heads, length, width, block_rows, columns,
-                **FP_FUSION,
-            )  # fmt: skip
+        rnorm = x.new_empty(*x.shape[:3], 1, dtype=torch.float32)
+        outputs = array(rnorm), array(fp16), array(bf16)
+        self._launch_by_rows(norms.reciprocal_norms, (name, bf16 is not None), x, outputs)
         return rnorm
 
     def _exponentials(self, value: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
         """LASER's e^V [B, Hk, Lk, Dv], and the flags of its keys (``laser.compute_flags``), [B, Hk,
         Lk, 1], which are 0 in the backward.
         """
-        batch, heads, length, width = value.shape
         exp_values = value.new_empty(value.shape, dtype=exponential_dtype(value.dtype))
-        flags = (value.new_zeros if backward else value.new_empty)(batch, heads, length, 1, dtype=torch.float32)
+        flags = (value.new_zeros if backward else value.new_empty)(*value.shape[:3], 1, dtype=torch.float32)
+        self._launch_by_rows(laser.exponentials, backward, value, (array(exp_values), array(flags)), backward)
+        return exp_values, flags
+
+    def _launch_by_rows(
+        self, kernel: Any, constants: Hashable, x: Tensor, outputs: tuple[Any, ...], *flags: bool
+    ) -> None:
+        """Launches a kernel whose programs have some rows of x [B, H, L, D] each."""
+        batch, heads, length, width = x.shape
         columns = next_power_of_two(width)
         block_rows = max(1, ELEMENTS_AT_ONCE // columns)
-        if exp_values.numel():
-            self._launch(
-                laser.exponentials, backward, (ceil_div(length, block_rows), batch * heads),
-                array(value), array(exp_values), array(flags), heads, length, width, backward, block_rows, columns,
-                **FP_FUSION,
-            )  # fmt: skip
-        return exp_values, flags
+        if x.shape[:3].numel():
+            grid = ceil_div(length, block_rows), batch * heads
+            sizes = heads, length, width, *flags, block_rows, columns
+            self._launch(kernel, constants, grid, array(x), *outputs, *sizes, **FP_FUSION)
 
     def _survey(self, tile: tuning.TileShape, blocks: Blocks) -> tuple[Masks, Tensor | None]:
         """The masks without lists of tiles, and the states of all tiles (see ``masking.survey``);
@@ -362,18 +362,19 @@ class Launcher:
         rows = next_power_of_two(self.inputs.group * query.size(2))
         rows_stored, stages = tl.constexpr(rows), tl.constexpr(tile.stages)
         assert decode.SCORES_AT_ONCE.value >= 32 * tile.warps, "each thread must have a score of its own"
-        # Tensor cores take 16 rows. A single row in float32, or with few values, does without them
+        # Tensor cores take at least 16 rows. One row goes without them in float32, and in
+        # ``decode.weights``, which reads few values
         tensor_core_blocks = shape.blocks._replace(BLOCK_Q=tl.constexpr(max(16, rows)))
         blocks_of_weights = tensor_core_blocks if rows > 1 else tensor_core_blocks._replace(BLOCK_Q=rows_stored)
         blocks = blocks_of_weights if query.dtype == torch.float32 else tensor_core_blocks
-        parts = query.new_empty(heads, splits, decode.PARTS.value, rows, dtype=torch.float32)
-        sums = query.new_empty(heads, splits, rows, blocks.BLOCK_DV.value, dtype=torch.float32)
+        split_stats = query.new_empty(heads, splits, decode.STATS.value, rows, dtype=torch.float32)
+        split_accs = query.new_empty(heads, splits, rows, blocks.BLOCK_DV.value, dtype=torch.float32)
         scores = query.new_empty(heads, self.inputs.group * query.size(2), self.inputs.key_length, dtype=torch.float32)
-        shared = self.inputs, self.algebra, shape.masks, parts, sums
+        shared = self.inputs, self.algebra, shape.masks, split_stats, split_accs
         grid, constants, options = (splits, heads), (tile, splits), shape.options
         of_scores = *shared, scores, rows_stored, stages
         self._launch(decode.statistics, constants, grid, *of_scores, blocks, **options)
-        if self.algebra.reweighted.value:
+        if self.algebra.reweighted:
             self._launch(decode.weights, constants, grid, *of_scores, blocks_of_weights, **options)
         self._launch(decode.combine, constants, (1, heads), *shared, splits, outputs, rows_stored, blocks, **options)
 

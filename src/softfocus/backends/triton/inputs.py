@@ -12,7 +12,7 @@ from triton import knobs
 
 from softfocus import dropout
 from softfocus.backends.triton import runtime_power, tuning
-from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Inputs, Masks, TileLists
+from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Inputs, Masks, RowArray, TileLists
 from softfocus.backends.triton.kernels import masking
 from softfocus.backends.triton.kernels.pointwise import PHI
 from softfocus.backends.triton.tuning import next_power_of_two
@@ -45,12 +45,18 @@ def array(x: Tensor | None) -> Any:
     return Array(x, *strides)
 
 
+def row_array(x: Tensor) -> RowArray:
+    """The RowArray of vectors [n, B, H, Lq], with strides as in :func:`array`."""
+    pointer, *strides, _stride_of_rows = array(x)
+    return RowArray(pointer, *strides)
+
+
 @lru_cache(maxsize=256)
 def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.TileShape) -> Blocks:
     """A tile's shape, and how its products are computed."""
     widths = [max(16, next_power_of_two(size)) for size in (head_dim, value_dim)]
     # A float16 call multiplies LASER's e^V, and weights and gradients that float16 might not hold,
-    # as float32. They are computed from halves, so that tf32 is precise enough. Tensor cores
+    # as float32. They are computed from float16, so that tf32 is precise enough. Tensor cores
     # truncate operands to tf32: products.to_operand_dtype rounds them
     precision = "tf32" if dtype == torch.float16 else "ieee"
     dims_fill_tile = widths == [head_dim, value_dim]

@@ -72,8 +72,8 @@ The first shape is taken where nothing is measured. This table is for Hopper. Wh
 shapes were measured, all in bfloat16, they take at most 1.1 times the time of the fastest
 (docs/results/gpu-h100, gpu-h200). Some spill registers. The two shapes (32, 64, 4) of
 key_gradients, with and without a limit of registers, were compared on the H200 only. bias_gradients
-was not measured. A warp has at least 16 rows in the forward and in query_gradients, and 16 keys in
-key_gradients: with fewer, several warps would do the same work.
+was not measured. In this table a warp has at least 16 rows in the forward and in query_gradients,
+and 16 keys in key_gradients: with fewer, several warps would do the same work.
 
 With at most 128 registers per thread, two programs of eight warps fit on a multiprocessor, so that
 one computes while the other waits, and with at most 168 three programs of four warps.

@@ -16,19 +16,19 @@ ROW_VECTORS = (9, 11)
 """The number of row vectors that query_gradients writes for the other kernels: MEAN_GRAD to DELTA
 below, and with LASER the two of its EXACT variant. Index 0: without LASER. Index 1: with LASER.
 
-The other kernels load them for each tile. In key_gradients a row vector [BLOCK_Q] lies along the
-tile's second dimension. There each thread holds an element for each of its columns of the tile, as
-many as of a tile row. Each row vector then takes as many registers as one tile row.
-``load_row_vectors`` therefore loads only those that the algebra needs.
+The other kernels load them for each tile. In key_gradients the tile is [BLOCK_K, BLOCK_Q]: a row
+vector is broadcast over the keys, and takes as many registers of a thread as one row of the tile.
+``load_row_vectors`` therefore loads only the vectors that the algebra needs.
 """
 MEAN_GRAD, PRODUCT_SCALE, ROW_BIAS, SHIFT, THRESHOLD, INVERSE_SPREAD, WEIGHT_FACTOR, GRAD_FACTOR, DELTA = (
     tl.constexpr(n) for n in range(9)
 )
 """Indices of the row vectors. PRODUCT_SCALE is c_i, with cosine times the mantissa of 1 / |q_i|.
 ROW_BIAS is the row bias. Both are in the score unit. SHIFT to DELTA are the fields of GradientRow,
-except that GRAD_FACTOR is divided by the score unit. In LASER's marked rows all are 0 but
-PRODUCT_SCALE, ROW_BIAS and SHIFT. In key_gradients only EXACT loads the marks: in the other variant
-these rows add nothing, and no load waits for their marks.
+except that GRAD_FACTOR is divided by the score unit, and that THRESHOLD is ``zero_grad_above``
+without re-weighting. In LASER's marked rows all are 0 but PRODUCT_SCALE, ROW_BIAS and SHIFT. In
+key_gradients only EXACT loads the marks: in the other variant these rows add nothing, and no load
+waits for their marks.
 """
 EXACT_MEAN_GRAD, EXACT_DELTA = tl.constexpr(9), tl.constexpr(10)
 """MEAN_GRAD and DELTA of the marked rows."""
@@ -46,20 +46,21 @@ def active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT: tl.constexpr):
 
 
 @triton.jit
-def laser_grad_acc(grad_out, outputs, inputs, b, h, q_offsets, active, blocks):
-    """dL/d(A e^V) [BLOCK_Q, BLOCK_DV] in the dtype of the products, 0 in rows that are not active;
-    and delta [BLOCK_Q].
+def laser_grad_exp_out(grad_out, outputs, inputs, b, h, q_offsets, active, blocks):
+    """LASER's dL/d(A e^V) [BLOCK_Q, BLOCK_DV] in the dtype of the products, 0 in rows that are not
+    active; and delta [BLOCK_Q].
 
     delta is computed from the rounded gradient. Where one key dominates a row, dL/dA - delta is
     smaller than this rounding, and the rounding cancels.
     """
+    # grad_tile, exp_out = A e^V, mask, grad_exp_out [BLOCK_Q, BLOCK_DV]
     grad_tile = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
-    exp_out = loading.load_like_out(outputs.residual, inputs, b, h, q_offsets, blocks)  # A e^V
-    # exp_out is stored as 1 in rows without weight, so that grad_acc is finite there. Their weights
-    # of 0 remove it again. NaN outputs fail exp_out > 0 and pass no gradient
+    exp_out = loading.load_like_out(outputs.residual, inputs, b, h, q_offsets, blocks)
+    # exp_out is stored as 1 in rows without weight, so that grad_exp_out is finite there. Their
+    # weights of 0 remove it again. NaN outputs fail exp_out > 0 and pass no gradient
     mask = (exp_out > 0.0) & active[:, None]
-    grad_acc = laser.exponential_operand(tl.where(mask, grad_tile.to(tl.float32) / exp_out, 0.0), grad_tile.dtype)
-    return grad_acc, tl.sum(tl.where(mask, grad_acc.to(tl.float32) * exp_out, 0.0), 1)
+    grad_exp_out = laser.exponential_operand(tl.where(mask, grad_tile.to(tl.float32) / exp_out, 0.0), grad_tile.dtype)
+    return grad_exp_out, tl.sum(tl.where(mask, grad_exp_out.to(tl.float32) * exp_out, 0.0), 1)
 
 
 @triton.jit
@@ -69,7 +70,8 @@ def load_delta(grad_out, outputs, inputs, algebra, b, h, q_offsets, blocks):
     For LASER's marked rows it is the sum of grad_out: out is a logsumexp, whose terms' shares sum
     to one in each column.
     """
-    grad_tile = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks).to(tl.float32)  # [BLOCK_Q, BLOCK_DV]
+    # grad_tile, out_tile, steps [BLOCK_Q, BLOCK_DV]
+    grad_tile = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks).to(tl.float32)
     out_tile = loading.load_like_out(outputs.out, inputs, b, h, q_offsets, blocks).to(tl.float32)
     if algebra.laser:
         return tl.sum(tl.where(out_tile == out_tile, grad_tile, 0.0), 1)
@@ -89,7 +91,8 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active, EXACT: tl.co
     factors of grad_key. Scores need ``product_scale`` alone.
     """
     zeros = tl.zeros(q_offsets.shape, tl.float32)
-    mean_grad, row_bias, shift, threshold, inverse_spread, delta = zeros, zeros, zeros, zeros, zeros, zeros
+    mean_grad, row_bias, shift, delta = zeros, zeros, zeros, zeros
+    threshold, zero_grad_above, inverse_spread = zeros, zeros, zeros
     product_scale = loading.load_row_vector(row_vectors, b, h, q_offsets, PRODUCT_SCALE, active, 0.0)
     if algebra.score_bias != "0":
         row_bias = loading.load_row_vector(row_vectors, b, h, q_offsets, ROW_BIAS, active, 0.0)
@@ -103,39 +106,40 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active, EXACT: tl.co
         weight_factor = loading.load_row_vector(row_vectors, b, h, q_offsets, WEIGHT_FACTOR, active, 0.0)
         grad_factor = loading.load_row_vector(row_vectors, b, h, q_offsets, GRAD_FACTOR, active, 0.0)
         if algebra.shifted:
-            # In key_gradients the rows that are not active are those past the end. Their scores are
-            # 0. The infinite shift makes their f 0, also with ``shift_holds_norm``, where
-            # weight_factor is not used. Softplus would be NaN there: its rows get the shift 0, and
-            # weight_factor = 0 removes their f. bias_gradients drops what it computes for rows that
-            # are not active
+            # In key_gradients rows past the end must add nothing. The infinite shift makes their f
+            # 0, also with ``shift_holds_norm``, where weight_factor is not applied. Softplus would
+            # compute 0 * inf: its shift is 0 there, and weight_factor = 0 removes f. bias_gradients
+            # masks rows that are not active
             inactive_shift: tl.constexpr = float("inf") if algebra.phi.zero_at_infinite_shift else 0.0
             shift = loading.load_row_vector(row_vectors, b, h, q_offsets, SHIFT, active, inactive_shift)
         if algebra.reweighted:
             mean_grad = loading.load_row_vector(row_vectors, b, h, q_offsets, MEAN_GRAD, active, 0.0)
             inverse_spread = loading.load_row_vector(row_vectors, b, h, q_offsets, INVERSE_SPREAD, active, 0.0)
-        if algebra.reweighted or (algebra.phi.has_zeros and algebra.normaliser == "l1"):
             threshold = loading.load_row_vector(row_vectors, b, h, q_offsets, THRESHOLD, active, 0.0)
+        elif algebra.phi.has_zeros and algebra.normaliser == "l1":
+            zero_grad_above = loading.load_row_vector(row_vectors, b, h, q_offsets, THRESHOLD, active, 0.0)
         if algebra.normaliser == "l1":
             delta = loading.load_row_vector(row_vectors, b, h, q_offsets, DELTA, active, 0.0)
-    row = weighting.GradientRow(shift, threshold, inverse_spread, weight_factor, grad_factor, delta)
+    row = weighting.GradientRow(shift, threshold, zero_grad_above, inverse_spread, weight_factor, grad_factor, delta)
     return mean_grad, product_scale, row_bias, row
 
 
 @triton.jit
 def store_row_vectors(
-    row_vectors, mean_grad, product_scale, row_bias, row, grad_factor, b, h, q_offsets, mask, active,
-    LASER: tl.constexpr, EXACT: tl.constexpr
+    row_vectors, algebra, mean_grad, product_scale, row_bias, row, grad_factor, b, h, q_offsets, mask, active,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """Store the row vectors for the other kernels; ``row.grad_factor`` is replaced by
     ``grad_factor``. The rows of ``mask`` are stored. ``active`` are the rows that this variant
     computes (``active_rows``).
     """
-    threshold, inverse_spread, weight_factor, delta = row.threshold, row.inverse_spread, row.weight_factor, row.delta
+    threshold = row.threshold if algebra.reweighted else row.zero_grad_above
+    inverse_spread, weight_factor, delta = row.inverse_spread, row.weight_factor, row.delta
     if EXACT:
         loading.store_row_vector(row_vectors, b, h, q_offsets, EXACT_MEAN_GRAD, mean_grad, mask)
         loading.store_row_vector(row_vectors, b, h, q_offsets, EXACT_DELTA, delta, mask)
     else:
-        if LASER:
+        if algebra.laser:
             mean_grad, threshold = tl.where(active, mean_grad, 0.0), tl.where(active, threshold, 0.0)
             inverse_spread = tl.where(active, inverse_spread, 0.0)
             weight_factor, grad_factor = tl.where(active, weight_factor, 0.0), tl.where(active, grad_factor, 0.0)

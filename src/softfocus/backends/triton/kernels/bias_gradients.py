@@ -28,31 +28,33 @@ def bias_gradients(
     """
     key_blocks = 1
     if not ALL_KEYS:
-        key_blocks = (inputs.key_length + blocks.BLOCK_K - 1) // blocks.BLOCK_K
+        key_blocks = masking.ceil_div(inputs.key_length, blocks.BLOCK_K)
     # Both block indices share the grid's first dimension, since CUDA limits the others to 65535
     block_q, block_k = tl.program_id(0) // key_blocks, tl.program_id(0) % key_blocks
     q_range, k_range = tl.arange(0, blocks.BLOCK_Q), tl.arange(0, blocks.BLOCK_K)
     total = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_K], tl.float32)
     bias_b, bias_h = tl.program_id(1) // heads, tl.program_id(1) % heads
-    first_b, last_b = bias_b, bias_b + 1
+    first_b, stop_b = bias_b, bias_b + 1
     # x * 0 is 0 as a tensor, so that the loops' bounds have one type in all cases
     if ALL_BATCH:
-        first_b, last_b = bias_b * 0, bias_b * 0 + inputs.batch
-    first_h, last_h = bias_h, bias_h + 1
+        first_b, stop_b = bias_b * 0, bias_b * 0 + inputs.batch
+    first_h, stop_h = bias_h, bias_h + 1
     if ALL_HEADS:
-        first_h, last_h = bias_h * 0, bias_h * 0 + inputs.heads
-    first_q_block, last_q_block = block_q, block_q + 1
+        first_h, stop_h = bias_h * 0, bias_h * 0 + inputs.heads
+    first_q_block, stop_q_block = block_q, block_q + 1
     if ALL_ROWS:
-        last_q_block = first_q_block + (inputs.query_length + blocks.BLOCK_Q - 1) // blocks.BLOCK_Q
-    for b in range(first_b, last_b):
-        for h in range(first_h, last_h):
-            for q_block in range(first_q_block, last_q_block):
+        stop_q_block = first_q_block + masking.ceil_div(inputs.query_length, blocks.BLOCK_Q)
+    for b in range(first_b, stop_b):
+        for h in range(first_h, stop_h):
+            for q_block in range(first_q_block, stop_q_block):
                 q_offsets = q_block * blocks.BLOCK_Q + q_range  # [BLOCK_Q]
                 active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)  # [BLOCK_Q]
                 query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
-                grad_acc = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_DV]
+                # [BLOCK_Q, BLOCK_DV]: the gradient of the weighted sum, dL/d(A V) or LASER's
+                # dL/d(A e^V). EXACT does not use it
+                grad_acc = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
                 # mean_grad, row_bias, the fields of row, count, scale, query_rnorm and
-                # product_scale [BLOCK_Q]
+                # product_scale [BLOCK_Q]; the fields of exact [BLOCK_Q, 1]
                 mean_grad, _product_scale, row_bias, row = backward_rows.load_row_vectors(
                     row_vectors, algebra, b, h, q_offsets, active, EXACT
                 )
@@ -80,10 +82,9 @@ def bias_gradients(
                     )  # fmt: skip
                     if EXACT:
                         log_weights, _log_u = laser.log_weights(s, exact, inputs, algebra, h)
-                        exact_terms, _unused = laser.add_exact_terms(
-                            log_weights, tl.zeros_like(s), None, grad_out, outputs, inputs, b, h, q_offsets, active,
-                            k_offsets, 1, blocks,
-                        )  # fmt: skip
+                        exact_terms = laser.exact_terms_of(
+                            log_weights, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, 1
+                        )
                         _grad_log_numerator, grad_u, derivative = laser.gradients_of_marked(
                             s, exact_terms, exact, inputs, algebra, h
                         )

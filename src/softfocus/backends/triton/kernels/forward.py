@@ -248,8 +248,8 @@ def store_results(
         # The sum of the weights counts as at least 1: if it is less (relu without a shift), the
         # products themselves may underflow
         needs_exact = needs_exact | (large > 0.0) | (lowest < laser.SMALL_SUM * tl.maximum(weight_sum, 1.0))
-        # Where a dot product is infinite phi_sum is NaN, and so is the row. power_sum may not show
-        # it
+        # Rows without weight and NaN rows have nothing to compute again. power_sum of 16-bit dtypes
+        # hides a NaN; phi_sum has it
         needs_exact = needs_exact & (weight_sum > 0.0) & (phi_sum == phi_sum)
         tl.store(outputs.exact_heads + b * inputs.heads + row_heads, 1, mask=needs_exact & mask)
         # exp_out [BLOCK_Q, BLOCK_DV] is A e^V; NaN where phi_sum is
@@ -257,25 +257,26 @@ def store_results(
         # exp_out becomes 1 (log 1 = 0) in rows without weight, in padding columns, and where it
         # underflowed. Rows where it underflowed are marked, and EXACT replaces them
         exp_out = tl.where((weight_sum[:, None] == 0.0) | (exp_out <= 0.0), 1.0, exp_out)
-        loading.store_like_out(outputs.residual, b, row_heads, q_offsets, mask, exp_out, inputs, blocks)
+        loading.store_like_out(outputs.residual, inputs, b, row_heads, q_offsets, mask, exp_out, blocks)
         acc = log2(exp_out, algebra.terms) * LN2
     elif algebra.reweighted or algebra.normaliser == "l1":
         if algebra.phi.has_zeros:  # the reciprocal of a small sum of such phi may overflow
-            weight_sum = tl.broadcast_to(tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None], acc.shape)
+            divisor = tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
+            divisor = tl.broadcast_to(divisor, acc.shape)  # [BLOCK_Q, BLOCK_DV]
             if algebra.inputs_are_fp32:
-                acc = tl.div_rn(acc, weight_sum)
+                acc = tl.div_rn(acc, divisor)
             else:
-                acc = acc / weight_sum
+                acc = acc / divisor
         else:
             acc = acc * weighting.reciprocal_sum(weight_sum, algebra)[:, None]
     else:
         acc = acc * (weighting.row_factor(inputs, algebra, count, b) / algebra.phi.phi_unit)[:, None]
     acc = acc + (acc - acc) + (phi_sum - phi_sum)[:, None]  # infinity, of values or products, becomes NaN
     acc = tl.where(count[:, None] > 0.0, acc, 0.0)
-    loading.store_like_out(outputs.out, b, row_heads, q_offsets, mask, acc, inputs, blocks)
+    loading.store_like_out(outputs.out, inputs, b, row_heads, q_offsets, mask, acc, blocks)
     if outputs.residual is not None and not algebra.laser:
         steps = weighting.rounding_residual(acc, acc.to(outputs.out.pointer.dtype.element_ty).to(tl.float32), algebra)
-        loading.store_like_out(outputs.residual, b, row_heads, q_offsets, mask, steps, inputs, blocks)
+        loading.store_like_out(outputs.residual, inputs, b, row_heads, q_offsets, mask, steps, blocks)
     row_max = tl.where(phi_sum == phi_sum, row_max, float("nan"))
     log_norm = tl.where(
         phi_sum == 0.0, float("-inf"), tl.log(tl.where(phi_sum == 0.0, 1.0, phi_sum) / algebra.phi.phi_unit)

@@ -65,8 +65,9 @@ def key_gradients(
                 active = q_offsets < inputs.query_length
                 if EXACT:
                     active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)
-                # query, grad_operand [BLOCK_Q, BLOCK_D]; grad_acc [BLOCK_Q, BLOCK_DV]; mean_grad,
-                # product_scale, row_bias and the fields of row [BLOCK_Q]
+                # query, grad_operand [BLOCK_Q, BLOCK_D]; grad_acc [BLOCK_Q, BLOCK_DV], the gradient
+                # of the weighted sum: dL/d(A V), or LASER's dL/d(A e^V), not used by EXACT;
+                # mean_grad, product_scale, row_bias and the fields of row [BLOCK_Q]
                 query, grad_operand = loading.load_query_operands(inputs, b, h, q_offsets, blocks)
                 grad_acc = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
                 mean_grad, product_scale, row_bias, row = backward_rows.load_row_vectors(
@@ -79,24 +80,23 @@ def key_gradients(
                     row_bias[None, :], IS_PARTIAL,
                 )  # fmt: skip
                 if EXACT:
-                    count = masking.visible_count(masks, inputs, b, h, q_offsets)
+                    count = masking.visible_count(masks, inputs, b, h, q_offsets)  # [BLOCK_Q]
                     exact = laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, row.delta)
-                    exact = laser.expanded(exact, 0)
+                    exact = laser.expanded(exact, 0)  # fields [1, BLOCK_Q]
                     log_weights, _log_u = laser.log_weights(s, exact, inputs, algebra, h)
                     # Scores of rows that are not active are meaningless, but exact_row loads their
                     # real statistics. Such weights are removed. included [BLOCK_K, BLOCK_Q]
                     included = visible & active[None, :]
                     log_weights = tl.where(included, log_weights, float("-inf"))
-                    exact_terms, value_sum = laser.add_exact_terms(
-                        log_weights, tl.zeros_like(s), value_sum, grad_out, outputs, inputs, b, h, q_offsets, active,
-                        k_offsets, 0, blocks,
-                    )  # fmt: skip
+                    exact_terms, value_sum = laser.exact_terms_and_value_sum(
+                        log_weights, value_sum, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, blocks
+                    )
                     _grad_log_numerator, grad_u, derivative = laser.gradients_of_marked(
                         s, exact_terms, exact, inputs, algebra, h
                     )
                 else:
                     grad_weights = products.dot(value, tl.trans(grad_acc), blocks)
-                    if inputs.seed is not None:
+                    if inputs.seed is not None:  # kept [BLOCK_K, BLOCK_Q]
                         kept = dropout.kept(inputs, b, h, q_offsets, block * blocks.BLOCK_K, blocks.BLOCK_K, 0)
                         grad_weights = tl.where(kept, grad_weights * inputs.keep_scale, 0.0)
                     weights, grad_u, derivative, _u = weighting.weights_and_gradients(

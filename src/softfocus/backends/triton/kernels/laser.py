@@ -14,12 +14,11 @@ import triton.language as tl
 from softfocus.backends.triton.kernels import loading, masking, products, scoring, weighting
 from softfocus.backends.triton.kernels.pointwise import LOG2E
 
-LARGE_VALUE = tl.constexpr(30.0)
-"""e^30 is 1e13, so that sums stay far below float32's largest number. Chosen, not measured."""
+LARGE_VALUE = tl.constexpr(30.0)  # unmeasured
+"""As in ``cpu/csrc/laser.h``, which derives both limits. e^30 = 1e13 is also far from overflow."""
 SMALL_SUM = tl.constexpr(1e-12)
 """A row is marked if its sum of weights times e^V, before the division by the sum of the weights,
-is below SMALL_SUM max(sum of the weights, 1). A weight that underflows in float32 is below 1e-38;
-times e^LARGE_VALUE it is 1e-25, which is negligible compared with 1e-12.
+is below SMALL_SUM max(sum of the weights, 1).
 """
 ONE_KEY = tl.constexpr(2.0)
 """The mark of a marked row in which one key has all the weight. The mark of other marked rows is 1,
@@ -195,12 +194,11 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
     weight = f / row.phi_sum
     above_threshold = f
     power = 1.0
-    # Where f is at most ``small``, phi' / phi is computed from the score (``Phi.log_derivative``),
-    # since f or 1 / f may leave float32's normal range (above 2^-126). For a phi without zeros the
-    # limit is 2^-100: there every such phi is in its exponential tail, as log_derivative assumes.
-    # For the relu family, whose log_derivative is exact for any small phi, it is 2^-60, since s^2
-    # may be subnormal where f = s^2 2^-shift is not. Both limits are chosen, not measured
-    small = 2.0**-60 if algebra.phi.has_zeros else 2.0**-100
+    # phi' / phi is not computed from an f that is nearly subnormal (below 2^-126), but from the
+    # score (``Phi.log_derivative``). The limit is 2^-100 for a phi without zeros: there it is in
+    # its exponential tail, where phi' / phi is 1. It is 2^-60 for the relu family, since s^2 may be
+    # subnormal although f = s^2 2^-shift is not. There 1 / s, or 2 / s, is right for any small s
+    small = 2.0**-60 if algebra.phi.has_zeros else 2.0**-100  # unmeasured
     if algebra.reweighted:
         # Above a threshold f - threshold is 0 or at least one ulp of f: f needs no such limit
         small = tl.where(row.tied | (row.threshold == 0.0), small, 0.0)
@@ -218,44 +216,54 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
 
 
 @triton.jit
-def add_exact_terms(
-    log_weights, exact_terms, value_sum, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets,
-    KEY_AXIS: tl.constexpr, blocks
-):  # fmt: skip
-    """This tile's exact terms grad_out e^(log A + v - out) are added to exact_terms and value_sum,
-    which are returned. Summed over the columns c, the terms are A dL/dA; summed over the rows, they
-    are dL/dV.
+def exact_terms_of(log_weights, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, KEY_AXIS: tl.constexpr):
+    """The exact terms of a tile, shaped like it: A dL/dA, the sum over the columns c of ``_term``.
 
-    Args:
-        exact_terms: [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].
-        value_sum: [BLOCK_K, BLOCK_DV], or None. The second result is then ``exact_terms`` again,
-            which the caller does not use.
-        active: the rows that are computed, [BLOCK_Q]. In the others grad_out is taken as 0.
-        KEY_AXIS: the axis of the keys in the tile, 1 or 0.
+    ``active`` [BLOCK_Q] are the rows that are computed. In the others grad_out is taken as 0.
     """
+    exact_terms = tl.zeros_like(log_weights)
+    for c in range(inputs.value_dim):
+        exact_terms += _term(log_weights, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, c, KEY_AXIS)
+    return exact_terms
+
+
+@triton.jit
+def exact_terms_and_value_sum(
+    log_weights, value_sum, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, blocks
+):
+    """``exact_terms_of`` a tile [BLOCK_K, BLOCK_Q]; and value_sum [BLOCK_K, BLOCK_DV] plus this
+    tile's dL/dV, the sums of the same terms over the rows.
+    """
+    exact_terms = tl.zeros_like(log_weights)
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     for c in range(inputs.value_dim):
-        grad = _column(grad_out, b, h, q_offsets, active, c)  # [BLOCK_Q], as out and residual
-        out = _column(outputs.out, b, h, q_offsets, active, c)
-        # In a marked row the residual is the rounding error of out, not A e^V
-        residual = _column(outputs.residual, b, h, q_offsets, active, c)
-        grad = tl.where(out == out, grad, 0.0)  # an output that is NaN passes no gradient on
-        value = _column(inputs.value, b, h // inputs.group, k_offsets, k_offsets < inputs.key_length, c)  # [BLOCK_K]
-        value = products.finite_or_zero(value)
-        # v - out first: for large values the difference is exact, but a sum with log A is not.
-        # difference, exponent and term are shaped like ``exact_terms``
-        difference = tl.expand_dims(value, 1 - KEY_AXIS) - tl.expand_dims(tl.where(out == out, out, 0.0), KEY_AXIS)
-        exponent = log_weights + (difference - tl.expand_dims(tl.where(out == out, residual, 0.0), KEY_AXIS))
-        # In active rows A e^(v - out) is at most 1. The exponent of other rows is arbitrary. The
-        # limit keeps 0 * e^x from being NaN (e^89 is inf)
-        term = tl.expand_dims(grad, KEY_AXIS) * tl.exp(tl.minimum(exponent, 80.0))
+        term = _term(log_weights, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, c, 0)
         exact_terms += term
-        if value_sum is not None:
-            value_sum += tl.where(dv_offsets[None, :] == c, tl.sum(term, 1 - KEY_AXIS)[:, None], 0.0)
-    second = exact_terms  # Triton 3.6 cannot return None
-    if value_sum is not None:
-        second = value_sum
-    return exact_terms, second
+        value_sum += tl.where(dv_offsets[None, :] == c, tl.sum(term, 1)[:, None], 0.0)
+    return exact_terms, value_sum
+
+
+@triton.jit
+def _term(
+    log_weights, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, c, KEY_AXIS: tl.constexpr
+):  # fmt: skip
+    """grad_out e^(log A + v - out) of column c of the values, for a tile [BLOCK_Q, BLOCK_K] or
+    [BLOCK_K, BLOCK_Q]. KEY_AXIS: the keys' axis, 1 or 0.
+    """
+    grad = _column(grad_out, b, h, q_offsets, active, c)  # [BLOCK_Q], as out and residual
+    out = _column(outputs.out, b, h, q_offsets, active, c)
+    # In a marked row the residual is the rounding error of out, not A e^V
+    residual = _column(outputs.residual, b, h, q_offsets, active, c)
+    grad = tl.where(out == out, grad, 0.0)  # an output that is NaN passes no gradient on
+    value = _column(inputs.value, b, h // inputs.group, k_offsets, k_offsets < inputs.key_length, c)  # [BLOCK_K]
+    value = products.finite_or_zero(value)
+    # v - out first: for large values the difference is exact, but a sum with log A is not.
+    # difference and exponent are shaped like ``log_weights``
+    difference = tl.expand_dims(value, 1 - KEY_AXIS) - tl.expand_dims(tl.where(out == out, out, 0.0), KEY_AXIS)
+    exponent = log_weights + (difference - tl.expand_dims(tl.where(out == out, residual, 0.0), KEY_AXIS))
+    # In active rows A e^(v - out) is at most 1. The exponent of other rows is arbitrary. The limit
+    # keeps 0 * e^x from being NaN (e^89 is inf)
+    return tl.expand_dims(grad, KEY_AXIS) * tl.exp(tl.minimum(exponent, 80.0))
 
 
 @triton.jit
@@ -324,6 +332,6 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
     loading.store_row_vector(outputs.saved, b, h, q_offsets, loading.MARK, marks, marked)
     row_heads, log_total = tl.zeros_like(q_offsets) + h, tl.log(total)
     rounded = (running_max + log_total).to(outputs.out.pointer.dtype.element_ty)
-    loading.store_like_out(outputs.out, b, row_heads, q_offsets, marked, rounded, inputs, blocks)
+    loading.store_like_out(outputs.out, inputs, b, row_heads, q_offsets, marked, rounded, blocks)
     residual = (running_max - rounded.to(tl.float32)) + log_total
-    loading.store_like_out(outputs.residual, b, row_heads, q_offsets, marked, residual, inputs, blocks)
+    loading.store_like_out(outputs.residual, inputs, b, row_heads, q_offsets, marked, residual, blocks)

@@ -54,18 +54,15 @@ def load_vector(array, b, h, row_offsets, length):
 
 @triton.jit
 def row_pointers(vectors, b, h, q_offsets, INDEX: tl.constexpr):
-    """Pointers [R] to the rows ``q_offsets`` of the vector INDEX of an Array of vectors [n, B, H,
-    Lq], the saved ones or the row vectors.
-
-    Its strides are shifted by one dimension: stride_b is the stride of the vectors, stride_h that
-    of B and stride_l that of H. The rows are contiguous.
+    """Pointers [R] to the rows ``q_offsets`` of the vector INDEX of a RowArray [n, B, H, Lq]: the
+    saved vectors, or the row vectors.
     """
     zero = tl.full([], 0, tl.int64)
     return (
         vectors.pointer
-        + (zero + INDEX) * vectors.stride_b
-        + (zero + b) * vectors.stride_h
-        + (zero + h) * vectors.stride_l
+        + (zero + INDEX) * vectors.stride_n
+        + (zero + b) * vectors.stride_b
+        + (zero + h) * vectors.stride_h
         + q_offsets
     )
 
@@ -142,8 +139,8 @@ def load_like_out(array, inputs, b, h, q_offsets, blocks):
 
 @triton.jit
 def key_pointers(array, inputs, b, h, k_offsets):
-    """Pointers [BLOCK_K] to rows of keys or values of the key head of query head h, in their pages
-    if there is a page table.
+    """Pointers [BLOCK_K] to rows of keys or values, of the key head of the QUERY head h; in their
+    pages if there is a page table.
     """
     if inputs.page_table is None:
         pointers = head_pointer(array, b, h // inputs.group) + k_offsets * array.stride_l
@@ -160,8 +157,8 @@ def key_pointers(array, inputs, b, h, k_offsets):
 @triton.jit
 def load_tile(array, inputs, b, h, k_offsets, width, COLUMNS: tl.constexpr, IS_PARTIAL: tl.constexpr, blocks):
     """Keys [BLOCK_K, BLOCK_D] or values [BLOCK_K, BLOCK_DV]; 0 beyond the last key and the last
-    column. Only a partial tile can reach beyond the last key. Callers that do not know pass
-    IS_PARTIAL = True.
+    column. h is a QUERY head (``key_pointers``). Only a partial tile can reach beyond the last key.
+    Callers that do not know pass IS_PARTIAL = True.
     """
     columns = tl.arange(0, COLUMNS)
     pointers = key_pointers(array, inputs, b, h, k_offsets)[:, None] + columns[None, :] * array.stride_d
@@ -197,7 +194,7 @@ def load_value_operand(inputs, b, h, k_offsets, IS_PARTIAL: tl.constexpr, blocks
 
 
 @triton.jit
-def store_like_out(array, b, row_heads, q_offsets, mask, x, inputs, blocks):
+def store_like_out(array, inputs, b, row_heads, q_offsets, mask, x, blocks):
     """Store x [BLOCK_Q, BLOCK_DV] to an array shaped like the output.
 
     ``row_heads`` [BLOCK_Q] are the query heads of the rows, and ``mask`` [BLOCK_Q] says which rows

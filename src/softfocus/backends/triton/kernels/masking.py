@@ -11,10 +11,8 @@ some, all. The closed form for a window alone (``_tile_range``) ignores rows pas
 block's own side, whose results are not stored. In a kernel IS_PARTIAL says which tiles a loop
 visits: PARTIAL ones, or else FULL ones.
 """
-TILES_AT_ONCE = tl.constexpr(256)
-"""Tiles whose document numbers are compared at once: two per thread of a program of 128 threads.
-Chosen, not measured.
-"""
+TILES_AT_ONCE = tl.constexpr(256)  # unmeasured
+"""Tiles whose document numbers are compared at once: two per thread of a program of 128 threads."""
 
 
 @triton.jit
@@ -85,7 +83,8 @@ def visible_count(masks, inputs, b, h, q_offsets):
 
 
 @triton.jit
-def _ceil_div(x, y):
+def ceil_div(x, y):
+    """x / y, rounded up, for x >= 0."""
     return (x + y - 1) // y
 
 
@@ -97,9 +96,13 @@ def _tile_range(
 
     Positions are on the axis of the visited tiles, 0..length, end excluded. The block has the
     positions ``first`` to ``last``. Each sees the positions from ``behind`` before its own to
-    ``ahead`` after it; for a block of keys read "is seen by". In a full tile every position of the
-    block sees all of the tile. The full tiles are full_start..full_stop, ends excluded. The partial
-    tiles are start..full_start and full_stop..stop.
+    ``ahead`` after it. In a full tile every position of the block sees all of the tile. The full
+    tiles are full_start..full_stop, ends excluded. The partial tiles are start..full_start and
+    full_stop..stop.
+
+    Example: a causal mask, TILE = 4, the block of queries 4 to 7. It visits the tiles 0 and 1:
+    start = 0, stop = 2. Tile 0 is full: full_start = 0, full_stop = 1. For a block of keys, "sees"
+    means "is seen by", and the window's sides change places (``query_tile_range``).
     """
     # Positions, ends excluded: low..high is what some position of the block sees, and
     # full_low..full_high what all of them see
@@ -117,8 +120,8 @@ def _tile_range(
     # Tiles. Either range of positions may be empty, with its end before its start. The limits give
     # start <= full_start <= full_stop <= stop, so that no number of tiles is negative
     start = low // TILE
-    stop = tl.maximum(_ceil_div(high, TILE), start)
-    full_start = _ceil_div(full_low, TILE)
+    stop = tl.maximum(ceil_div(high, TILE), start)
+    full_start = ceil_div(full_low, TILE)
     full_stop = tl.maximum(full_high // TILE, full_start)
     full_start = tl.minimum(full_start, stop)
     full_stop = tl.minimum(full_stop, stop)

@@ -14,7 +14,7 @@ def reciprocal_norm(x):
     Such a row counts as a zero vector, because 1 / |x| may overflow float32.
     Division and square root are correctly rounded, since u^p multiplies relative errors by p.
     """
-    largest = tl.max(tl.abs(x), 1)
+    largest = tl.max(tl.abs(x), 1)  # [R], as exponent, reciprocal_pow2, total
     # 1 over the largest power of two <= largest, but at least 2^-126: 253 is the largest biased
     # exponent whose reciprocal is normal. Of a subnormal largest it is 2^127, and rnorm becomes 0
     exponent = tl.minimum(largest.to(tl.int32, bitcast=True) >> 23, 253)
@@ -31,9 +31,9 @@ def fast_reciprocal_norm(x):
     """1 / |x| [R] of the rows of x [R, C], 0 where the sum of squares is 0; and whether that sum
     has full precision, bool [R].
 
-    For halves the relative error is 2^-22.
+    For 16-bit dtypes the relative error is 2^-22.
     """
-    x_fp32 = x.to(tl.float32)
+    x_fp32 = x.to(tl.float32)  # [R, C]; total [R]
     total = tl.sum(x_fp32 * x_fp32, 1)
     if x.dtype == tl.float32:
         rnorm = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(total))
@@ -74,8 +74,8 @@ def scaled_operand(x, rnorm):
     [R].
 
     The kernels scale the query of a product but not the key: the absolute product is then at most
-    |k|, and overflows only if |k| is 2^128 or more (docs/limitations.md). key_gradients scales
-    both, the keys once per program, although the scaled queries would be enough. All compute the
+    |k|, and overflows only if |k| is 2^128 or more (docs/limitations.md). key_gradients also scales
+    its keys, once per program. It has no need to: it loads scaled queries. All kernels compute the
     same score, because powers of two scale exactly, except that float16 rounds entries that become
     subnormal.
     """

@@ -27,9 +27,9 @@ from triton.language.extra import libdevice
 from softfocus.backends.triton.arguments import Phi
 
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
-SHIFT_BELOW = tl.constexpr(-4.0)
+SHIFT_BELOW = tl.constexpr(-4.0)  # unmeasured
 """In the score unit. Rows of softplus and sigmoid whose scores are all below it have a shift, since
-their phi may underflow. phi(-4 log 2) is 0.06, which every dtype holds. Chosen, not measured.
+their phi may underflow. phi(-4 log 2) is 0.06, which every dtype holds.
 """
 LOG_FROM_SCORE_BELOW = tl.constexpr(-100.0)
 """Where s - shift is below it, phi 2^-shift may underflow, and its log is computed from s. float32
@@ -121,7 +121,7 @@ def stable_product(a, b, algebra):
 
 @triton.jit
 def log2(x, TERMS: tl.constexpr):
-    """log2 x for x > 0. For halves: one instruction instead of 20, with an error of 2^-22."""
+    """log2 x for x > 0. For 16-bit dtypes: one instruction, not 20, with an error of 2^-22."""
     if TERMS == MAX_TERMS:
         result = tl.log2(x)
     else:
@@ -272,9 +272,9 @@ def _softplus(s, shift, algebra):
 
 @triton.jit
 def _sigmoid(s, shift, algebra):
-    """sigmoid 2^-shift. For halves it is 2^(min(s, 0) - log2(1 + 2^-|s|) - shift), which avoids a
-    division (eight instructions). Float32 uses a correctly rounded division, for the same reason as
-    ``_exp2``.
+    """sigmoid 2^-shift. For 16-bit dtypes it is 2^(min(s, 0) - log2(1 + 2^-|s|) - shift), which
+    avoids a division (eight instructions). Float32 uses a correctly rounded division, for the same
+    reason as ``_exp2``.
     """
     exponent = tl.minimum(s, 0.0)
     if algebra.shifted:
@@ -288,8 +288,8 @@ def _sigmoid(s, shift, algebra):
 
 @triton.jit
 def _softplus_derivative(s, shift, algebra):
-    """sigmoid 2^-shift. For halves without a shift it is 2^(s - softplus), which is less accurate
-    for large scores, but reuses the softplus that the kernel computes anyway.
+    """sigmoid 2^-shift. For 16-bit dtypes without a shift it is 2^(s - softplus), which is less
+    accurate for large scores, but reuses the softplus that the kernel computes anyway.
     """
     if algebra.shifted or algebra.inputs_are_fp32:
         derivative = _sigmoid(s, shift, algebra)
@@ -382,7 +382,7 @@ def whole_power(u, POWER: tl.constexpr):
     if POWER > 0 and POWER % 3 == 0:
         square = u * u * u
     result = tl.full(u.shape, 1.0, u.dtype)
-    for bit in tl.static_range(6):  # POWER is at most 32 (``triton.WHOLE_POWER``)
+    for bit in tl.static_range(6):  # POWER is at most 32 (WHOLE_POWER of this backend)
         if (n >> bit) & 1:
             result = result * square
         if n >> (bit + 1):

@@ -34,8 +34,7 @@ def to_operand_dtype(x, dtype, IN_TF32: tl.constexpr):
     stored as float32. tf32 has as many bits of significand as float16.
 
     Tensor cores ignore the 13 low bits of a float32 operand of a tf32 product. Without the rounding
-    they would truncate it towards zero. LASER's delta, and the largest term of the sum that divides
-    the output, are computed from the rounded operand.
+    they would truncate it towards zero.
     """
     if IN_TF32:
         x = _rounded_to_tf32(x.to(tl.float32))
@@ -47,14 +46,14 @@ def to_operand_dtype(x, dtype, IN_TF32: tl.constexpr):
 @triton.jit
 def dot(a, b, blocks):
     """The matrix product a b, summed in float32: [M, K] times [K, N] is [M, N]. Operands are as
-    ``to_operand_dtype`` returns them, or float32 copies of halves.
+    ``to_operand_dtype`` returns them, or float32 copies of 16-bit operands.
 
     A product of one row does not use tensor cores, which would pad it to sixteen rows.
     """
     if a.shape[0] == 1:
         # [K, 1] times [K, N], summed over K: [1, N]
         result = tl.sum(tl.trans(a.to(tl.float32)) * b.to(tl.float32), 0)[None, :]
-    elif blocks.widen:  # Triton's interpreter does not multiply bfloat16
+    elif blocks.widen:  # in Triton's interpreter (``inputs.blocks_of``)
         result = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
         result = tl.dot(a, b, input_precision=blocks.precision)

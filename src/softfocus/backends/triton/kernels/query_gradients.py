@@ -24,11 +24,11 @@ from softfocus.backends.triton.kernels.pointwise import LN2, log2
 
 @triton.jit
 def query_gradients(
-    inputs, algebra, masks, grad_out, outputs, row_vectors, grad_query, grad_acc_out, grad_head_scale, grad_power,
+    inputs, algebra, masks, grad_out, outputs, row_vectors, grad_query, grad_exp_out, grad_head_scale, grad_power,
     EXACT: tl.constexpr, blocks,
 ):  # fmt: skip
     """Stores grad_query [B, H, Lq, D], and ``row_vectors`` for the other kernels; with LASER also
-    ``grad_acc_out``, dL/d(A e^V), shaped like out.
+    ``grad_exp_out``, dL/d(A e^V), shaped like out.
 
     If ``grad_head_scale`` and ``grad_power`` are given, it also stores each row's share of the
     gradients of head_scale and power, [B, H, Lq]. EXACT computes LASER's marked rows only, the
@@ -46,20 +46,20 @@ def query_gradients(
         if tl.max(active.to(tl.int32)) == 0:
             return
     query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
-    # grad_acc [BLOCK_Q, BLOCK_DV]: dL/d(A V), or LASER's dL/d(A e^V). In the EXACT variant it is
-    # grad_out and not used. delta [BLOCK_Q]
+    # grad_acc [BLOCK_Q, BLOCK_DV], the gradient of the weighted sum: dL/d(A V), or LASER's
+    # dL/d(A e^V). In the EXACT variant it is grad_out and not used. delta [BLOCK_Q]
     if algebra.laser and not EXACT:
-        grad_acc, delta = backward_rows.laser_grad_acc(grad_out, outputs, inputs, b, h, q_offsets, active, blocks)
+        grad_acc, delta = backward_rows.laser_grad_exp_out(grad_out, outputs, inputs, b, h, q_offsets, active, blocks)
         row_heads = tl.zeros_like(q_offsets) + h
-        bounds = q_offsets < inputs.query_length
-        loading.store_like_out(grad_acc_out, b, row_heads, q_offsets, bounds, grad_acc, inputs, blocks)
+        mask = q_offsets < inputs.query_length
+        loading.store_like_out(grad_exp_out, inputs, b, row_heads, q_offsets, mask, grad_acc, blocks)
     else:
         grad_acc = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
         delta = backward_rows.load_delta(grad_out, outputs, inputs, algebra, b, h, q_offsets, blocks)
     delta = tl.where(active, delta, 0.0)
     count = masking.visible_count(masks, inputs, b, h, q_offsets)  # [BLOCK_Q]
     row = weighting.gradient_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, delta)
-    tile_row = weighting.expanded(row, 1)  # vectors [BLOCK_Q, 1]
+    tile_row = weighting.expanded(row, 1)  # vectors [BLOCK_Q, 1], as those of exact
     if EXACT:
         exact = laser.expanded(laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, delta), 1)
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
@@ -97,10 +97,9 @@ def query_gradients(
             # grad_log_numerator = A (dL/dA - delta), the gradient of the log of f or u^p
             if EXACT:
                 log_weights, log_u = laser.log_weights(s, exact, inputs, algebra, h)
-                exact_terms, _unused = laser.add_exact_terms(
-                    log_weights, tl.zeros_like(s), None, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets,
-                    1, blocks,
-                )  # fmt: skip
+                exact_terms = laser.exact_terms_of(
+                    log_weights, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, 1
+                )
                 grad_log_numerator, grad_u, derivative = laser.gradients_of_marked(
                     s, exact_terms, exact, inputs, algebra, h
                 )
@@ -110,7 +109,7 @@ def query_gradients(
                 grad_weights = products.dot(grad_acc, tl.trans(value), blocks)
                 if inputs.seed is not None:
                     first = scoring.first_key(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)
-                    kept = dropout.kept(inputs, b, h, q_offsets, first, blocks.BLOCK_K, 1)
+                    kept = dropout.kept(inputs, b, h, q_offsets, first, blocks.BLOCK_K, 1)  # [BLOCK_Q, BLOCK_K]
                     grad_weights = tl.where(kept, grad_weights * inputs.keep_scale, 0.0)
                 weights, grad_u, derivative, u = weighting.weights_and_gradients(
                     s, grad_weights, tile_row, inputs, algebra, h
@@ -145,7 +144,7 @@ def query_gradients(
     mean_grad = tl.zeros_like(grad_u_sum)  # [BLOCK_Q]
     if algebra.reweighted:
         # Rows without a threshold: those that see few keys, and tied rows
-        no_threshold = (count <= weighting.MAX_UNTHRESHOLDED_COUNT) | (row.inverse_spread < 0.0)
+        no_threshold = (count <= weighting.MAX_UNTHRESHOLDED_COUNT) | weighting.is_tied(row)
         mean_grad = tl.where(no_threshold, 0.0, grad_u_sum / tl.maximum(count, 1.0))
         grad_sum = grad_sum - mean_grad[:, None] * derivative_sum
     grad_sum = grad_sum * grad_factor[:, None]
@@ -156,35 +155,24 @@ def query_gradients(
     # Stored before the queries are loaded again. The compiler does not move that load above a
     # store, and only from here on are there registers for it
     backward_rows.store_row_vectors(
-        row_vectors,
-        mean_grad,
-        product_scale,
-        row_bias,
-        row,
-        grad_factor / algebra.phi.score_unit,
-        b,
-        h,
-        q_offsets,
-        mask,
-        active,
-        algebra.laser,
-        EXACT,
-    )
+        row_vectors, algebra, mean_grad, product_scale, row_bias, row, grad_factor / algebra.phi.score_unit, b, h,
+        q_offsets, mask, active, EXACT,
+    )  # fmt: skip
     # Of [B, H, Lq]; int64, since B H Lq may be 2^31 or more
     row_starts = (tl.full([], 0, tl.int64) + tl.program_id(1)) * inputs.query_length
     if grad_power is not None:
-        # 0 in tied rows. inverse_spread is NaN in a row that sees a NaN, whose share is NaN
-        share = tl.where(sees_a_key & ((row.inverse_spread < 0.0) == 0), grad_power_sum * LN2, 0.0)
+        # 0 in tied rows. A row that sees a NaN is not tied, and its share is NaN
+        share = tl.where(sees_a_key & (weighting.is_tied(row) == 0), grad_power_sum * LN2, 0.0)
         tl.store(grad_power + row_starts + q_offsets, share, mask=mask)
     if algebra.cosine or grad_head_scale is not None:
+        # pointers, query_bounds, similarity_query [BLOCK_Q, BLOCK_D]
         pointers = (
             loading.head_pointer(inputs.query, b, h)
             + q_offsets[:, None] * inputs.query.stride_l
             + d_offsets[None, :] * inputs.query.stride_d
         )
         query_bounds = (q_offsets[:, None] < inputs.query_length) & (d_offsets[None, :] < inputs.head_dim)
-        # d similarity / d k: q / |q| with cosine, else q; [BLOCK_Q, BLOCK_D]
-        similarity_query = loading.reload(pointers, query_bounds)
+        similarity_query = loading.reload(pointers, query_bounds)  # q / |q| with cosine, else q
         if algebra.cosine:
             similarity_query, mantissa = norms.scaled_operand(similarity_query, query_rnorm)
             similarity_query = similarity_query.to(tl.float32) * mantissa[:, None]

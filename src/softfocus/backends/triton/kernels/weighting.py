@@ -52,15 +52,14 @@ def reciprocal_sum(phi_sum, algebra):
 
 @triton.jit
 def sum_with_largest_rounded(phi_sum, row_max, shift, algebra, dtype):
-    """The sum of phi [BLOCK_Q], with its largest term rounded as the product with values of
-    ``dtype``, or with e^V, rounds it.
+    """The sum of phi [BLOCK_Q], with its largest term rounded as the product with the values rounds
+    it: to ``dtype``, or for LASER in float16 to tf32.
 
-    The product with the values rounds each weight. Where one key dominates a row, dL/dA - delta is
-    smaller than that rounding error. With the same rounded weight in the sum the error cancels in
-    out, and in delta, which is computed from out. Where many keys have about the same weight, their
-    roundings do not cancel. out and delta then err by up to half an ulp of ``dtype``, as
-    FlashAttention's do. Only out, with LASER A e^V, is divided by this sum. LASER's test for marked
-    rows uses it, too. The saved PHI_SUM, and the backward's 1 / phi_sum, are not rounded so.
+    The product rounds each weight. Where one key dominates a row, its rounding must cancel in
+    out = acc / sum: dL/dA - delta, where delta is computed from out, is smaller than that rounding.
+    The sum therefore takes the rounded largest term, too. The roundings of many equal weights do
+    not cancel: out errs by up to half an ulp of ``dtype``, as FlashAttention's does. Only the
+    division, and LASER's test for marked rows, use this sum. The saved PHI_SUM is not rounded so.
     """
     largest_phi = algebra.phi.value(row_max, shift, algebra)
     rounded = products.to_operand_dtype(largest_phi, dtype, algebra.inputs_are_fp16 and algebra.laser)
@@ -117,10 +116,11 @@ def row_threshold(inputs, algebra, count, phi_sum, largest_phi):
 
 @triton.jit
 def phi_to_u(f, threshold, inverse_spread, algebra):
-    """u, at least 0. For halves it is computed in one instruction, which also limits it to 1.
+    """u, at least 0. For 16-bit dtypes it is computed in one instruction, which also limits it to
+    1.
 
     That instruction uses the rounded threshold / spread. This extra rounding is smaller than that
-    of float16 and bfloat16.
+    of the dtype.
     """
     if algebra.inputs_are_fp32:
         u = tl.maximum((f - threshold) * inverse_spread, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -149,11 +149,12 @@ class GradientRow(NamedTuple):
     Attributes:
         shift: of phi, as in the forward; where ``algebra.shift_holds_norm`` the logsumexp, in the
             score unit, so that f is the weight.
-        threshold: of re-weighted rows what is subtracted from phi, 0 in tied rows. Without
-            re-weighting, for a phi with zeros: half the largest phi of a row in which one key has
-            all the weight, else inf. A key with phi above it has the gradient 0.
-        inverse_spread: of re-weighted rows. It is negative in a tied row, which has p = 1 and
-            u = phi |inverse_spread|, phi over the row's largest.
+        threshold: of re-weighted rows: what is subtracted from f, 0 in tied rows.
+        zero_grad_above: without re-weighting, for a phi with zeros and an l1 norm: a key with f
+            above it has the gradient 0. It is half the largest f of a row in which one key has all
+            the weight, else inf. The row vector THRESHOLD holds one of these two fields.
+        inverse_spread: of re-weighted rows. Its sign says whether the row is tied (``is_tied``),
+            which saves a row vector. In a tied row it is -1 over the largest f, and p is 1.
         weight_factor: 0 in fully masked rows.
         grad_factor: 0 if one key has all the weight, so that rounding cannot change the gradient 0;
             in re-weighted rows only if N = 1 or p >= LARGE_POWER. Not so without re-weighting for a
@@ -164,10 +165,19 @@ class GradientRow(NamedTuple):
 
     shift: tl.tensor
     threshold: tl.tensor
+    zero_grad_above: tl.tensor
     inverse_spread: tl.tensor
     weight_factor: tl.tensor
     grad_factor: tl.tensor
     delta: tl.tensor
+
+
+@triton.jit
+def is_tied(row):
+    """Whether rows of a ``GradientRow`` are tied. False where inverse_spread is NaN, in a row that
+    sees a NaN.
+    """
+    return row.inverse_spread < 0.0
 
 
 @triton.jit
@@ -189,7 +199,8 @@ def saved_statistics(saved, inputs, algebra, b, h, q_offsets):
 def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
     """The ``GradientRow`` of the rows [BLOCK_Q], from what the forward saved."""
     shift, largest_phi, phi_sum, power_sum = saved_statistics(saved, inputs, algebra, b, h, q_offsets)
-    threshold = tl.zeros_like(shift)
+    threshold = tl.zeros_like(shift)  # all vectors here are [BLOCK_Q]
+    zero_grad_above = threshold
     inverse_spread = threshold - 1.0  # not used without re-weighting, but Triton needs the name
     if algebra.reweighted:
         threshold, inverse_spread, tied, _peak = row_threshold(inputs, algebra, count, phi_sum, largest_phi)
@@ -206,11 +217,10 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
         weight_factor = tl.where(tied, reciprocal_phi_sum * tied_scale, reciprocal_power_sum)
         untied_factor = head_power(inputs, algebra, h) * reciprocal_power_sum * inverse_spread
         grad_factor = tl.where(tied, reciprocal_phi_sum, untied_factor)
-        # u and power_sum of halves have lost the NaN of a row (``phi_to_u``); phi_sum has it
+        # u and power_sum of 16-bit dtypes have lost the NaN of a row (``phi_to_u``); phi_sum has it
         weight_factor += phi_sum - phi_sum
         # A tied row keeps its l1 weights. Its u is phi over the largest phi, because ``phi_to_u``
-        # limits u of halves to 1; weight_factor multiplies by the largest phi again. The sign says
-        # which rows are tied, which saves the other kernels a row vector
+        # limits u of 16-bit dtypes to 1; weight_factor multiplies by the largest phi again
         threshold, inverse_spread = (tl.where(tied, 0.0, threshold), tl.where(tied, -1.0 / tied_scale, inverse_spread))
         grad_factor = tl.where(one_key, 0.0, grad_factor)
     elif algebra.normaliser == "l1":
@@ -224,7 +234,7 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
         # and the whole row gets 0. relu' of such a key is 1, and its dL/ds may be large: only keys
         # above half the largest phi, which is the one key, get 0 (``weights_and_gradients``)
         if algebra.phi.has_zeros:
-            threshold = tl.where(one_key, 0.5 * largest_phi, float("inf"))
+            zero_grad_above = tl.where(one_key, 0.5 * largest_phi, float("inf"))
         else:
             grad_factor = tl.where(one_key, 0.0, weight_factor)
     else:
@@ -233,7 +243,8 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
         grad_factor = weight_factor
         delta = tl.zeros_like(weight_factor)
     weight_factor = tl.where(count > 0.0, weight_factor, 0.0)
-    return GradientRow(shift, threshold, inverse_spread, weight_factor, grad_factor * algebra.phi.phi_unit, delta)
+    grad_factor *= algebra.phi.phi_unit
+    return GradientRow(shift, threshold, zero_grad_above, inverse_spread, weight_factor, grad_factor, delta)
 
 
 @triton.jit
@@ -241,8 +252,9 @@ def expanded(row, KEY_AXIS: tl.constexpr):
     """The vectors [BLOCK_Q] as [BLOCK_Q, 1] or [1, BLOCK_Q]. KEY_AXIS: the keys' axis, 1 or 0."""
     return GradientRow(
         tl.expand_dims(row.shift, KEY_AXIS), tl.expand_dims(row.threshold, KEY_AXIS),
-        tl.expand_dims(row.inverse_spread, KEY_AXIS), tl.expand_dims(row.weight_factor, KEY_AXIS),
-        tl.expand_dims(row.grad_factor, KEY_AXIS), tl.expand_dims(row.delta, KEY_AXIS),
+        tl.expand_dims(row.zero_grad_above, KEY_AXIS), tl.expand_dims(row.inverse_spread, KEY_AXIS),
+        tl.expand_dims(row.weight_factor, KEY_AXIS), tl.expand_dims(row.grad_factor, KEY_AXIS),
+        tl.expand_dims(row.delta, KEY_AXIS),
     )  # fmt: skip
 
 
@@ -261,10 +273,10 @@ def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
     if algebra.normaliser == "l1":
         grad_u = grad_weights - row.delta
         if algebra.phi.has_zeros and not algebra.reweighted:
-            grad_u = tl.where(f > row.threshold, 0.0, grad_u)
+            grad_u = tl.where(f > row.zero_grad_above, 0.0, grad_u)
     if algebra.reweighted:
         u = phi_to_u(f, row.threshold, tl.abs(row.inverse_spread), algebra)
-        u_to_p_minus_1 = tl.where(row.inverse_spread < 0.0, 1.0, u_to_the_power(u, inputs, algebra, h, 1))
+        u_to_p_minus_1 = tl.where(is_tied(row), 1.0, u_to_the_power(u, inputs, algebra, h, 1))
         grad_u = grad_u * u_to_p_minus_1
         weights = u_to_p_minus_1 * u
     if not algebra.shift_holds_norm:
