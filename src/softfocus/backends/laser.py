@@ -13,8 +13,8 @@ from softfocus.mechanism import MAX_UNTHRESHOLDED_COUNT, Mechanism
 from softfocus.pointwise import POINTWISE
 from softfocus.rows import Rows
 
-# A product loses weights that are too small for float32. A million weights of 1e-38 on values up to
-# shift + LARGE_VALUE come to 1e-19, which is nothing beside a sum of SMALL_SUM.
+# A product loses weights that are too small for float32. docs/kernels-cpu.md derives the two limits
+# from that.
 LARGE_VALUE = 30.0  # values above shift + LARGE_VALUE are large: rows that give weight to one take the exact sum
 SMALL_SUM = 1e-12  # smaller sums take the exact sum: the row's weights lie on values far below the shift
 SHIFT_TOLERANCE = 20.0  # the shift moves when the maximum is farther from it

@@ -43,7 +43,7 @@ struct ColumnShift {
             store(shift + d, max(load(v.data + (key - first) * v.stride + d), load(shift + d)));
     });
     bool all_small = true;
-    // Padding may keep M = -inf. Its e^(V - M) is then e^80, and its sums are not used.
+    // Padding columns may keep -inf. They are computed, from e^MAX_EXPONENT, and ignored.
     for (int64_t d = 0; d < params.value_dim; ++d) {
       all_small &= shift[d] == -INF || std::fabs(shift[d]) <= SHIFT_TOLERANCE;
       shift[d] = shift[d] == -INF ? 0.0f : shift[d];

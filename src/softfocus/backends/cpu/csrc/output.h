@@ -50,10 +50,9 @@ class BlockOutput {
     for (int64_t r = 0; r < block.n_rows; ++r) {
       if (zero_weights[r] || block.fully_masked[r] || !std::isfinite(block.norm[r])) continue;
       bool ready = false;
-      // A re-weighted row sums u^p, whose largest is 1; in a tied row all u are nearly equal. In
-      // both, no weight that matters underflows. Without re-weighting all phi of a row may be tiny.
-      // A phi below 1e-38 is lost, and with it a weight of up to 1e-38 / norm: the limit grows like
-      // that weight.
+      // A phi below 1e-38 underflows. Relative to norm that is a weight of 1e-38 / norm, so the
+      // limit grows as 1 / norm. Re-weighted rows need no such factor: their largest u^p is 1, in
+      // tied rows from 1 to 2.
       float smallest_sum = params.reweighted ? SMALL_SUM : SMALL_SUM / std::min(block.norm[r], 1.0f);
       for (int64_t d = 0; d < params.value_dim; ++d) {
         if (!sees_large[r * params.value_dim + d] && !(out[r * block.padded_value_dim + d] < smallest_sum)) continue;

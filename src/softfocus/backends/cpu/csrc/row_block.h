@@ -48,10 +48,8 @@ constexpr int64_t SQUARING_LIMIT = 32;
 // limit, as much as the forward's scores at 16K keys. Chosen, not measured.
 constexpr int64_t DENSE_BACKWARD_KEYS = 8192;
 
-// Tiles that are summed in float before the sum moves to a DoubleSum: 64 terms in a lane, however
-// wide the vectors. Such a sum of equal terms, as in a tied row, errs by 2^-19 at most, an eighth
-// of TIE_TOLERANCE; a sum of any terms by 2^-18. Tiles are counted as they come: masks skip some,
-// and decoding visits them interleaved.
+// Tiles that are summed in float before the sum moves to a DoubleSum. That is 64 float terms per
+// lane: equal terms err by at most 2^-19, an eighth of TIE_TOLERANCE (docs/kernels-cpu.md).
 constexpr int64_t TILES_PER_SUM = W / 2;
 static_assert(TILES_PER_SUM * BLOCK_K / W == 64);
 
@@ -121,7 +119,8 @@ class RowBlock : public BlockVisibility {
   // 0 as a whole.
   Buffer<float> queries;
   Buffer<float> scaled_queries;  // [BLOCK_Q, padded_dim], times score_scale: for key gradients
-  // Where uses_amx(): [BLOCK_Q, D in whole tiles]. Such queries and the rows after the last are 0.
+  // Where uses_amx(): [BLOCK_Q, D in whole tiles]. Non-finite queries, and rows after the last, are
+  // 0.
   Buffer<bfloat16> amx_queries;
   float base_scale[BLOCK_Q];  // c_i without the head scale
   // c_i; multiplies the dot products, not the query, which would round once more (key gradients do
