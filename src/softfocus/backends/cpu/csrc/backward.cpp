@@ -72,17 +72,19 @@ inline void add_tasks(const Params& params, const GradientTensors& grads, int64_
     unit_keys = view_keys(params, key_data, key_head_index / params.key_heads, key_head_index % params.key_heads, begin,
                           end, scratch);
   for (int64_t key = begin; key < end; ++key) {
-    float *gk = sums[0].grad_key + key * padded_dim, *gv = sums[0].grad_value + key * padded_value_dim;
+    float *grad_key_row = sums[0].grad_key + key * padded_dim,
+          *grad_value_row = sums[0].grad_value + key * padded_value_dim;
     for (int64_t s = 1; s < tasks_per_head; ++s) {
-      for (int64_t d = 0; d < padded_dim; ++d) gk[d] += sums[s].grad_key[key * padded_dim + d];
-      for (int64_t d = 0; d < padded_value_dim; ++d) gv[d] += sums[s].grad_value[key * padded_value_dim + d];
+      for (int64_t d = 0; d < padded_dim; ++d) grad_key_row[d] += sums[s].grad_key[key * padded_dim + d];
+      for (int64_t d = 0; d < padded_value_dim; ++d)
+        grad_value_row[d] += sums[s].grad_value[key * padded_value_dim + d];
     }
     if (params.cosine)
-      l2_normalise_backward(gk, unit_keys.data + (key - begin) * unit_keys.stride, key_data.key_rnorm[key],
+      l2_normalise_backward(grad_key_row, unit_keys.data + (key - begin) * unit_keys.stride, key_data.key_rnorm[key],
                             params.head_dim);
     int64_t row = key_head_index * params.key_length + key;
-    write_row(grads.grad_key, params.dtype, row * params.head_dim, gk, params.head_dim);
-    write_row(grads.grad_value, params.dtype, row * params.value_dim, gv, params.value_dim);
+    write_row(grads.grad_key, params.dtype, row * params.head_dim, grad_key_row, params.head_dim);
+    write_row(grads.grad_value, params.dtype, row * params.value_dim, grad_value_row, params.value_dim);
   }
 }
 

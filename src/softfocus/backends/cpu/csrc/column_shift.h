@@ -31,14 +31,14 @@ struct ColumnShift {
     for (int64_t r = 0; r < block.n_rows; ++r)
       if (!block.fully_masked[r])
         begin = std::max(begin, block.window_begin[r]), end = std::min(end, block.window_end[r]);
-    std::vector<uint8_t> all_see = seen_by_all(block, begin, end);
+    std::vector<uint8_t> visible_to_all = keys_visible_to_all(block, begin, end);
     block.each_tile([&](int64_t start_k) {
       int64_t first = std::max(begin, block.key_begin + start_k),
               stop = std::min({block.key_begin + start_k + BLOCK_K, params.key_length, end});
       if (first >= stop) return;
       RowView v = view_values(params, *block.key_data, block.batch_index, block.key_head, first, stop, value_scratch);
       for (int64_t key = first; key < stop; ++key)
-        if (all_see.empty() || all_see[key - begin])
+        if (visible_to_all.empty() || visible_to_all[key - begin])
           for (int64_t d = 0; d < padded_value_dim; d += W)
             store(shift + d, max(load(v.data + (key - first) * v.stride + d), load(shift + d)));
     });
@@ -78,13 +78,13 @@ struct ColumnShift {
   // [end - begin]: 1 for each of the keys [begin, end) that every row sees, else 0; empty without
   // masks. Fully masked rows do not count.
   template <typename Phi>
-  static std::vector<uint8_t> seen_by_all(const RowBlock<Phi>& block, int64_t begin, int64_t end) {
+  static std::vector<uint8_t> keys_visible_to_all(const RowBlock<Phi>& block, int64_t begin, int64_t end) {
     if (begin >= end || !block.masks_given) return {};
-    std::vector<uint8_t> all_see(end - begin, 1);
+    std::vector<uint8_t> visible_to_all(end - begin, 1);
     for (int64_t r = 0; r < block.n_rows; ++r)
       for (int64_t j = 0; j < end - begin && !block.fully_masked[r]; ++j)
-        all_see[j] &= uint8_t(block.sees(r, begin + j));
-    return all_see;
+        visible_to_all[j] &= uint8_t(block.sees(r, begin + j));
+    return visible_to_all;
   }
 };
 

@@ -130,14 +130,14 @@ bool forward(const Params& params, void* out, float* statistics) {
 // Writes out [B, H, Lq, Dv], of the query's dtype, and statistics [4, B, H, Lq] (count, maximum,
 // log_norm, peak) unless null; both contiguous. Returns 0, or 1 if memory ran out; out and
 // statistics are then arbitrary. The pointers of query, key and value are separate arguments, so
-// that calls of one layout can share `layout`.
-extern "C" __attribute__((visibility("default"))) int softfocus_forward(const softfocus::Params* layout,
+// that calls of one layout can share `params_template`.
+extern "C" __attribute__((visibility("default"))) int softfocus_forward(const softfocus::Params* params_template,
                                                                         const void* query, const void* key,
                                                                         const void* value, void* out,
                                                                         float* statistics) {
   bool done = false;
   try {
-    softfocus::Params params = *layout;
+    softfocus::Params params = *params_template;
     params.query.data = query, params.key.data = key, params.value.data = value;
     softfocus::with_phi(params.phi,
                         [&](auto phi) { done = softfocus::forward<decltype(phi)>(params, out, statistics); });

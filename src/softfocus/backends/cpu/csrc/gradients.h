@@ -177,14 +177,15 @@ class RowGradients {
   // Computes A and dL/ds of a tile, and from them the gradients.
   void tile_gradients(int64_t start_k, const GradientTensors& grads, float* grad_keys, float* grad_values) {
     const Params& params = block.params;
-    int64_t first = block.key_begin + start_k, stop = std::min(first + BLOCK_K, params.key_length), n = stop - first;
-    RowView k = view_keys(params, *block.key_data, block.batch_index, block.key_head, first, stop, key_scratch);
+    int64_t first_key = block.key_begin + start_k, stop_key = std::min(first_key + BLOCK_K, params.key_length),
+            n = stop_key - first_key;
+    RowView k = view_keys(params, *block.key_data, block.batch_index, block.key_head, first_key, stop_key, key_scratch);
     RowView exp_values{nullptr, 0};
     if (params.laser) exp_values = output.tile_operand(block, start_k);
     for (int64_t strip = 0; strip < block.padded_rows() / MR; ++strip)
       strip_keys[strip] = block.strip_range(strip * MR, start_k);
-    float *tile_grad_keys = grad_keys + first * block.padded_dim,
-          *tile_grad_values = grad_values + first * block.padded_value_dim;
+    float *tile_grad_keys = grad_keys + first_key * block.padded_dim,
+          *tile_grad_values = grad_values + first_key * block.padded_value_dim;
     if (params.reweighted)
       params.drop_below ? listed_grad_scores<true>(start_k, exp_values, tile_grad_values)
                         : listed_grad_scores<false>(start_k, exp_values, tile_grad_values);
@@ -263,17 +264,17 @@ class RowGradients {
   // gradient of the head scale is the dot product of base_scale dS K with the query.
   void write_query_gradients(const GradientTensors& grads) {
     const Params& params = block.params;
-    int64_t first = (block.batch_index * params.heads + block.query_head) * params.query_length + block.start_q;
+    int64_t first_row = (block.batch_index * params.heads + block.query_head) * params.query_length + block.start_q;
     for (int64_t r = 0; r < block.n_rows; ++r) {
       float *grad = grad_queries + r * block.padded_dim, *query = block.queries + r * block.padded_dim;
       for (int64_t d = 0; d < block.padded_dim; d += W) store(grad + d, load(grad + d) * block.base_scale[r]);
-      if (grads.grad_head_scale) grads.grad_head_scale[first + r] = dot(grad, query, block.padded_dim);
-      if (grads.grad_power) grads.grad_power[first + r] = grad_power[r];
+      if (grads.grad_head_scale) grads.grad_head_scale[first_row + r] = dot(grad, query, block.padded_dim);
+      if (grads.grad_power) grads.grad_power[first_row + r] = grad_power[r];
       if (params.head_scale)
         for (int64_t d = 0; d < block.padded_dim; d += W)
           store(grad + d, load(grad + d) * params.head_scale[block.query_head]);
       if (params.cosine) l2_normalise_backward(grad, query, block.query_rnorm[r], params.head_dim);
-      write_row(grads.grad_query, params.dtype, (first + r) * params.head_dim, grad, params.head_dim);
+      write_row(grads.grad_query, params.dtype, (first_row + r) * params.head_dim, grad, params.head_dim);
     }
   }
 };

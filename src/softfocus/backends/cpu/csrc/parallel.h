@@ -99,8 +99,8 @@ inline bool pack_key_heads(const Params& params, std::vector<KeyHeadData>& key_d
     concatenate(nonfinite, i * parts, parts, key_data_at_once[i].nonfinite_values);
     concatenate(large, i * parts, parts, key_data_at_once[i].large_values);
     key_data_at_once[i].any_nonfinite_key = false;
-    for (int64_t j = 0; j < params.key_length; ++j)
-      key_data_at_once[i].any_nonfinite_key |= key_data_at_once[i].key_nonfinite[j];
+    for (int64_t key = 0; key < params.key_length; ++key)
+      key_data_at_once[i].any_nonfinite_key |= key_data_at_once[i].key_nonfinite[key];
   }
   return true;
 }

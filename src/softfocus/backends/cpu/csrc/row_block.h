@@ -193,17 +193,17 @@ class RowBlock : public BlockVisibility {
     f(Phi{});
   }
 
-  // With the l1 norm: whether sums over a row may take phi in place of the weights
-  bool sums_take_phi(int64_t r) const { return norm[r] >= SMALL_NORM && norm[r] <= LARGE_NORM; }
+  // With the l1 norm: whether sums over a row may take phi in place of the weights (SMALL_NORM)
+  bool norm_in_safe_range(int64_t r) const { return norm[r] >= SMALL_NORM && norm[r] <= LARGE_NORM; }
 
   // For rows without re-weighting: whether the products read the stored scores of a row in place of
   // its weights; weight_scale then multiplies the output. exp, and softplus in rows whose scores
   // are all below EXP_TAIL, store e^(s - m). Other rows of softplus store phi. relu and relu6 store
   // phi, too, but their products always read weights. A fully masked row stores zeros, so that its
   // output is 0 in both ways.
-  bool products_read_stored(int64_t r) const {
+  bool reads_stored_as_weights(int64_t r) const {
     return !params.drop_below && params.normaliser == L1 &&
-           (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>) && (sums_take_phi(r) || fully_masked[r]);
+           (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>) && (norm_in_safe_range(r) || fully_masked[r]);
   }
 
   // One element of V, 0 where non-finite
@@ -302,15 +302,15 @@ class RowBlock : public BlockVisibility {
 
   // row_scores.inl.h
   void read_queries();
-  void compute_scores(int64_t first, int64_t stop, bool keep_scores);
+  void compute_scores(int64_t first_row, int64_t stop_row, bool keep_scores);
   template <bool KEEP_SCORES, typename F>
-  void score_rows(int64_t first, int64_t stop, vfloat* phi_sums, vfloat* maxima, F&& after_tile);
+  void score_rows(int64_t first_row, int64_t stop_row, vfloat* phi_sums, vfloat* maxima, F&& after_tile);
   template <bool KEEP_SCORES>
-  void score_tile(int64_t first, int64_t stop, int64_t start_k, vfloat* phi_sums, vfloat* maxima);
+  void score_tile(int64_t first_row, int64_t stop_row, int64_t start_k, vfloat* phi_sums, vfloat* maxima);
   void strip_dots(int64_t r, int64_t start_k, KeyRange strip_keys, bool one_row);
-  void amx_tile_dots(int64_t first, int64_t stop, int64_t start_k);
+  void amx_tile_dots(int64_t first_row, int64_t stop_row, int64_t start_k);
   static void prefetch_strip(float* to);
-  KeyRange fully_seen(int64_t r, KeyRange range) const;
+  KeyRange range_visible_to_all(int64_t r, KeyRange range) const;
   template <bool KEEP_SCORES>
   void convert_strip(int64_t r, int64_t start_k, KeyRange range, vfloat* phi_sums, vfloat* maxima);
   template <bool KEEP_SCORES>
