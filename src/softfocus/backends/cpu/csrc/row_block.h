@@ -118,13 +118,12 @@ class RowBlock : public BlockVisibility {
   // [BLOCK_Q, padded_dim]; unit vectors for cosine similarity. A query with a non-finite element is
   // 0 as a whole.
   Buffer<float> queries;
-  Buffer<float> scaled_queries;  // [BLOCK_Q, padded_dim], times score_scale: for key gradients
   // Where uses_amx(): [BLOCK_Q, D in whole tiles]. Non-finite queries, and rows after the last, are
   // 0.
   Buffer<bfloat16> amx_queries;
   float base_scale[BLOCK_Q];  // c_i without the head scale
-  // c_i; multiplies the dot products, not the query, which would round once more (key gradients do
-  // use scaled_queries)
+  // c_i; multiplies the dot products, not the query, which would round once more (for key gradients
+  // it does: RowGradients::scaled_queries)
   float score_scale[BLOCK_Q];
   float dot_scale[BLOCK_Q];    // score_scale; where uses_amx(), times what pack_amx_row() returned
   float row_bias[BLOCK_Q];     // b_i
@@ -150,7 +149,6 @@ class RowBlock : public BlockVisibility {
         padded_value_dim(round_up(params.value_dim, W)),
         stored(max_rows * (max_row_stride - W)),
         queries(BLOCK_Q * padded_dim),
-        scaled_queries(BLOCK_Q * padded_dim),
         amx_queries(uses_amx(params) ? BLOCK_Q * round_up(params.head_dim, AMX_DIMS) : 0),
         dropout(params, max_rows, max_row_stride - W),
         amx(uses_amx(params)),

@@ -13,7 +13,7 @@ inline void RowBlock<Phi>::read_queries() {
   int64_t amx_width = round_up(params.head_dim, AMX_DIMS);
   if (amx) std::fill(amx_queries + n_rows * amx_width, amx_queries + BLOCK_Q * amx_width, bfloat16{0});
   for (int64_t r = 0; r < padded_rows(); ++r) {
-    float *query = queries + r * padded_dim, *scaled = scaled_queries + r * padded_dim;
+    float* query = queries + r * padded_dim;
     std::fill(query, query + padded_dim, 0.0f);
     query_nonfinite[r] = false;
     base_scale[r] = row_bias[r] = 0.0f;
@@ -34,7 +34,6 @@ inline void RowBlock<Phi>::read_queries() {
     // A NaN that exp_negative() propagates (elementary.h)
     if (std::isnan(score_scale[r])) score_scale[r] = std::numeric_limits<float>::quiet_NaN();
     dot_scale[r] *= score_scale[r];
-    for (int64_t d = 0; d < padded_dim; ++d) scaled[d] = query[d] * score_scale[r];
   }
 }
 
@@ -252,11 +251,12 @@ inline vfloat RowBlock<Phi>::load_bias(int64_t r, int64_t j) const {
   const TensorView& x = params.bias;
   const float* from = static_cast<const float*>(x.data) + batch_index * x.stride[0] + query_head * x.stride[1] +
                       (start_q + r) * x.stride[2];
+  int64_t first_key = key_begin + j, n_keys = std::min<int64_t>(W, params.key_length - first_key);
   vfloat y = vfloat{};
-  for (int i = 0; i < W; ++i) {
-    int64_t key = key_begin + j + i;
-    if (key < params.key_length) y[i] = from[key * x.stride[3]];
-  }
+  if (x.stride[3] == 1 && n_keys == W)
+    y = load(from + first_key);
+  else
+    for (int64_t i = 0; i < n_keys; ++i) y[i] = from[(first_key + i) * x.stride[3]];
   // A NaN that exp_negative() propagates (elementary.h)
   return y == y ? y : splat(std::numeric_limits<float>::quiet_NaN());
 }
