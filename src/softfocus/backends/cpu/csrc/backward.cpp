@@ -97,19 +97,20 @@ bool backward(const Params& params, const GradientTensors& grads) {
   std::vector<KeyHeadData> key_data_at_once(at_once);
   for (KeyHeadData& key_data : key_data_at_once) key_data.reserve(params, true);
   std::vector<KeyHeadSums> sums(at_once * tasks_per_head);
-  for (int64_t first = 0; first < key_heads; first += at_once) {
-    int64_t n = std::min(at_once, key_heads - first);
-    if (!pack_key_heads(params, key_data_at_once, first, n, true)) return false;
+  for (int64_t first_key_head = 0; first_key_head < key_heads; first_key_head += at_once) {
+    int64_t n = std::min(at_once, key_heads - first_key_head);
+    if (!pack_key_heads(params, key_data_at_once, first_key_head, n, true)) return false;
     bool done = parallel_for(params.threads, n * tasks_per_head, [&](int64_t item) {
       int64_t i = item / tasks_per_head;
-      run_task<Phi>(params, grads, schedule, first + i, item % tasks_per_head, key_data_at_once[i], sums[item],
+      run_task<Phi>(params, grads, schedule, first_key_head + i, item % tasks_per_head, key_data_at_once[i], sums[item],
                     workers.mine());
     });
     if (!done) return false;
     int64_t tiles = ceil_div(params.key_length, BLOCK_K);
     done = parallel_for(params.threads, n * tiles, [&](int64_t item) {
       int64_t i = item / tiles, begin = item % tiles * BLOCK_K, end = std::min(begin + BLOCK_K, params.key_length);
-      add_tasks(params, grads, tasks_per_head, first + i, begin, end, key_data_at_once[i], &sums[i * tasks_per_head]);
+      add_tasks(params, grads, tasks_per_head, first_key_head + i, begin, end, key_data_at_once[i],
+                &sums[i * tasks_per_head]);
     });
     if (!done) return false;
   }
