@@ -103,6 +103,11 @@ class Call(NamedTuple):
         )
 
 
+# The fields of a call become arguments of an operator, and these become fields again. An example:
+# Call.visibility -> leaves left, right, mask, key_mask, document_ids -> operator arguments of these
+# names. So PARTS["visibility"] holds these five; they are the leaves 3 to 7, for query, key and
+# value come before them. _PATHS has "visibility.left" and so on, where pack() finds them. _SLICES
+# has (make, 3, 8): unpack() passes leaves 3 to 7 to make().
 PARTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
     "visibility": (  # unpack() adds query_length and key_length
         {name: kind for name, kind in Visibility.__annotations__.items() if name not in ("query_length", "key_length")},

@@ -190,8 +190,8 @@ def _layout(
     """The layout of a call without optional tensors: all that decides how it is validated and
     dispatched.
 
-    None if an argument has another type: it might be mutable, or equal a different argument
-    (True == 1).
+    None if an argument is not of exactly these types: a list is mutable, and True == 1 would share
+    a key.
     """
     device = None if query.is_cpu and key.is_cpu and value.is_cpu else query.device
     if (
@@ -274,10 +274,10 @@ def _autocast(*tensors: Any) -> tuple[Tensor, ...]:
     """As SDPA does inside autocast, casts floating inputs other than float64 to autocast's
     dtype.
     """
-    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not ops.autocasts(kind):
+    device_type = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not ops.autocasts(device_type):
         return tensors
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(device_type)
     return tuple(
         x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
         for x in tensors

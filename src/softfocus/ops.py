@@ -266,15 +266,16 @@ def without_autocast(query: Tensor) -> AbstractContextManager[Any]:
     """A context without autocast. Its casts are already done, and inside a backend it would round
     the products of statistics.
     """
-    kind = query.device.type
-    return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
+    device_type = query.device.type
+    return torch.autocast(device_type, enabled=False) if autocasts(device_type) else nullcontext()
 
 
-def autocasts(kind: str) -> bool:
+def autocasts(device_type: str) -> bool:
     """Whether autocast is on for a type of device. Not every type supports autocast, and whether
     one does is a question that torch.compile of torch 2.11 cannot trace.
     """
-    return (kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
+    supported = device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
+    return supported and torch.is_autocast_enabled(device_type)
 
 
 def _load(backend: str) -> Backend:

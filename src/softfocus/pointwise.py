@@ -66,8 +66,8 @@ def _normal_cdf(s: Tensor) -> Tensor:
     return 0.5 * torch.erfc(s * -math.sqrt(0.5))  # 1 + erf would cancel below zero
 
 
-# GELU and Mish are 0 from near the dtype's smallest normal number on: a row that sums to less would
-# have infinite gradients
+# GELU and Mish are cut off where phi is about to become subnormal: s / (row sum) would overflow in
+# the gradient
 
 
 def _gelu_is_zero(s: Tensor) -> Tensor:

@@ -169,8 +169,8 @@ def _normalised(
         log_norm = torch.logsumexp(torch.where(count > 0, log_f, 0.0), -1, keepdim=True)
         log_norm = torch.where(count > 0, log_norm, -math.inf)
         if mechanism.normaliser == "l1":
-            # Right however small the row's phi(s) are, and however large: log ||phi(s)||_1 would
-            # lose its part log N where |log phi(s)| is huge
+            # log_softmax subtracts the maximum first. log f - log_norm would not do: where |log f|
+            # is huge, rounding swallows the log N in log_norm
             log_weights = torch.log_softmax(torch.where(count > 0, log_f, 0.0), -1)
             log_weights = torch.where(visible, log_weights, -math.inf)
             weights = log_weights.exp()
@@ -207,7 +207,8 @@ def reweight(
     tied = peak <= TIE_EPS * torch.finfo(weights.dtype).eps
     u = u / torch.where(tied, 1.0, peak)
     zero = u == 0
-    base = torch.where(zero, 1.0, u)  # 0^p has no usable derivative in p, nor in u at p = 1
+    # In autograd 0^p has a second derivative of NaN in p, and for p < 1 an infinite derivative in u
+    base = torch.where(zero, 1.0, u)
     r = torch.where(zero, 0.0, base**power)
     power_sum = torch.where(tied, 1.0, r.sum(-1, keepdim=True))
     if log_weights is not None:

@@ -137,10 +137,10 @@ def test_numbers_in_c_are_places_in_the_declaration():
 
 
 def test_the_cpu_backend_numbers_what_it_declares():
-    for field, numbers in cpu_call._NUMBERS.items():
+    for field, numbers in cpu_call._ENUM_VALUES.items():
         values = getattr(cpu.CARRIES, field)
         assert numbers == {value: number for number, value in enumerate(values)}, field
-    assert set(cpu_call._NUMBERS) == set(DECLARED)
+    assert set(cpu_call._ENUM_VALUES) == set(DECLARED)
 
 
 # What is not declared is refused

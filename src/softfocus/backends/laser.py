@@ -13,7 +13,8 @@ from softfocus.mechanism import MAX_UNTHRESHOLDED_COUNT, Mechanism
 from softfocus.pointwise import POINTWISE
 from softfocus.rows import Rows
 
-# cpu/csrc/laser.h derives LARGE_VALUE and SMALL_SUM.
+# A product loses weights that are too small for float32. docs/kernels-cpu.md derives the two limits
+# from that.
 LARGE_VALUE = 30.0  # values above shift + LARGE_VALUE are large: rows that give weight to one take the exact sum
 SMALL_SUM = 1e-12  # smaller sums take the exact sum: the row's weights lie on values far below the shift
 SHIFT_TOLERANCE = 20.0  # the shift moves when the maximum is farther from it
@@ -24,9 +25,9 @@ RowIndex = tuple[Tensor, Tensor, Tensor]
 """Batch, head and row of some rows, each [n]: an index into [b, h, R, ...]."""
 
 
-class Logarithms:
-    """log A of rows, and dL/ds from A dL/dA, in float64. Neither A nor dL/dA need be in the range
-    of a float.
+class LogWeights:
+    """Log-space weights of a tile's rows in float64, and dL/ds from A dL/dA. Neither A nor dL/dA
+    need be in the range of a float.
 
     Attributes:
         scores: [b, h, R, K], -inf on invisible keys.
@@ -142,19 +143,19 @@ class ShiftedExponential:
         self.has_large_values = False
 
     def log_weighted_exp(
-        self, weights: Tensor, logs: Logarithms, keys: slice, seen_by_all: Tensor | slice | None
+        self, weights: Tensor, logs: LogWeights, keys: slice, visible_to_all: Tensor | slice | None
     ) -> Tensor:
         """log(A exp(V)) for A [b, h, R, K] over some keys: [b, h, R, Dv]. Rows without weight give
         -inf or NaN.
         """
-        total, exact = self._sum(weights, logs, keys, seen_by_all)
+        total, exact = self._sum(weights, logs, keys, visible_to_all)
         out = total.log().add_(self.shift)
         for index, column, terms in self._exact(logs, exact, keys):
             out[*index, column] = torch.logsumexp(terms, -1).to(out.dtype)
         return out
 
     def log_weighted_exp_backward(
-        self, weights: Tensor, logs: Logarithms, grad: Tensor, keys: slice, seen_by_all: Tensor | slice | None
+        self, weights: Tensor, logs: LogWeights, grad: Tensor, keys: slice, visible_to_all: Tensor | slice | None
     ) -> tuple[Tensor, Tensor, tuple[RowIndex, Tensor] | None]:
         """Gradients of :meth:`log_weighted_exp`.
 
@@ -163,7 +164,7 @@ class ShiftedExponential:
             rows with exact entries their index and A dL/dA [n, K] in float64, or None where there
             are no such rows.
         """
-        total, exact = self._sum(weights, logs, keys, seen_by_all)
+        total, exact = self._sum(weights, logs, keys, visible_to_all)
         # dL/d(A exp(V - M)), 0 where the sum is NaN: a row with a NaN score has NaN weights on its
         # visible keys, which make the gradients of these keys NaN. Those of hidden keys stay finite
         grad_total = (grad / total).masked_fill_(exact | (grad == 0) | total.isnan(), 0.0)
@@ -175,12 +176,12 @@ class ShiftedExponential:
         if not bool(exact.any()):
             return grad_weights, grad_value, None
         rows = exact.any(-1)  # [b, h, R], rows with an exact entry
-        b, h, row = rows.nonzero().unbind(-1)
-        index = b, h, row
+        batch_i, head_i, row_i = rows.nonzero().unbind(-1)
+        index = batch_i, head_i, row_i
         number = rows.flatten().cumsum(0).view(rows.shape) - 1  # [b, h, R], the place of a row in ``index``
         exact_terms = grad_weights[index].to(logs.double)  # [n, K]
-        for some in _pieces(len(row), weights.size(-1)):
-            exact_terms[some] *= logs.weights((b[some], h[some], row[some])).exp()
+        for some in _pieces(len(row_i), weights.size(-1)):
+            exact_terms[some] *= logs.weights((batch_i[some], head_i[some], row_i[some])).exp()
         exact_grad = torch.zeros_like(grad_value.mT, dtype=logs.double, memory_format=torch.contiguous_format)
         columns = exact_grad.view(-1, weights.size(-1))  # [b * h * Dv, K]
         for (b, h, row), column, terms in self._exact(logs, exact, keys):
@@ -190,10 +191,10 @@ class ShiftedExponential:
         return grad_weights, grad_value.add_(exact_grad.mT.to(grad_value.dtype)), (index, exact_terms)
 
     def _sum(
-        self, weights: Tensor, logs: Logarithms, keys: slice, seen_by_all: Tensor | slice | None
+        self, weights: Tensor, logs: LogWeights, keys: slice, visible_to_all: Tensor | slice | None
     ) -> tuple[Tensor, Tensor]:
         """A exp(V - M) [b, h, R, Dv], and which of its entries must be summed in logarithms."""
-        self._move(keys, seen_by_all)
+        self._move(keys, visible_to_all)
         assert self.exp_values is not None
         total = weights @ self.exp_values[..., keys, :]
         exact = total < SMALL_SUM
@@ -204,17 +205,17 @@ class ShiftedExponential:
             return total, exact
         return total, exact & (weights != 0).any(-1, keepdim=True) & ~total.isnan()
 
-    def _move(self, keys: slice, seen_by_all: Tensor | slice | None) -> None:
+    def _move(self, keys: slice, visible_to_all: Tensor | slice | None) -> None:
         """Moves M in the columns whose maximum is more than SHIFT_TOLERANCE from it. Computes
         exp(V - M) if M is new.
         """
         seen = self.value[..., keys, :]
-        if isinstance(seen_by_all, slice):
-            seen = seen[..., seen_by_all, :]
-        elif seen_by_all is not None:
-            seen = seen.masked_fill(~seen_by_all.mT, -torch.inf)
+        if isinstance(visible_to_all, slice):
+            seen = seen[..., visible_to_all, :]
+        elif visible_to_all is not None:
+            seen = seen.masked_fill(~visible_to_all.mT, -torch.inf)
         far = None
-        if seen_by_all is not None and seen.size(-2):
+        if visible_to_all is not None and seen.size(-2):
             maximum = seen.amax(-2, keepdim=True)
             far = (maximum - self.shift).abs().gt(SHIFT_TOLERANCE) & maximum.isfinite()
         if far is not None and bool(far.any()):
@@ -224,7 +225,7 @@ class ShiftedExponential:
             self.exp_values = (self.value - self.shift).clamp_(max=MAX_EXPONENT).exp_()
             self.has_large_values = bool((self.value > self.shift + LARGE_VALUE).any())
 
-    def _exact(self, logs: Logarithms, exact: Tensor, keys: slice) -> Iterator[tuple[RowIndex, Tensor, Tensor]]:
+    def _exact(self, logs: LogWeights, exact: Tensor, keys: slice) -> Iterator[tuple[RowIndex, Tensor, Tensor]]:
         """Row index, column and log A + V [n, K] of the exact entries, in pieces."""
         value = self.value[..., keys, :].mT
         entries = exact.nonzero()

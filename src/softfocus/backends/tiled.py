@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from softfocus import rows as rowwise
-from softfocus.backends.laser import Logarithms, ShiftedExponential
+from softfocus.backends.laser import LogWeights, ShiftedExponential
 from softfocus.backends.tiles import chunks, zero_gradients
 from softfocus.contract import FLOATING, Call, Carries, compute_dtype
 from softfocus.pointwise import POINTWISE
@@ -44,8 +44,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
             if exponential is None:
                 tile_out = weights @ chunk.value[..., tile.keys, :]
             else:
-                logs = Logarithms(rows, tile.count, mechanism, chunk.power)
-                tile_out = exponential.log_weighted_exp(weights, logs, tile.keys, tile.seen_by_all)
+                logs = LogWeights(rows, tile.count, mechanism, chunk.power)
+                tile_out = exponential.log_weighted_exp(weights, logs, tile.keys, tile.visible_to_all)
             tile_out = chunk.set_exceptional_rows(tile_out, rows, tile, nonfinite=torch.nan)
             chunk.view(out, tile.rows).copy_(chunk.unflat(tile_out))
             for number, row_vector in enumerate((tile.count, rows.maximum, rows.log_norm, rows.peak)):
@@ -69,9 +69,9 @@ def backward(call: Call, grad: Tensor, bias_grad: bool) -> dict[str, Tensor]:
                 grad_value[..., tile.keys, :] += weights.mT @ grad_out
                 grad_weights = grad_out @ chunk.value[..., tile.keys, :].mT
             else:
-                logs = Logarithms(rows, tile.count, mechanism, chunk.power)
+                logs = LogWeights(rows, tile.count, mechanism, chunk.power)
                 grad_weights, part, exact = exponential.log_weighted_exp_backward(
-                    weights, logs, grad_out, tile.keys, tile.seen_by_all
+                    weights, logs, grad_out, tile.keys, tile.visible_to_all
                 )
                 grad_value[..., tile.keys, :] += part
             grad_weights = grad_weights.view(rows.scores.shape)

@@ -55,7 +55,7 @@ class Tile:
     visible: Tensor | None  # bool [b|1, h|1, G|1, R, K]; None if all is visible
     # For LASER: the keys that every row sees, bool [b, h, 1, K] or a slice of the tile's; None if
     # there are none
-    seen_by_all: Tensor | slice | None
+    visible_to_all: Tensor | slice | None
     count: Tensor  # [b, h, G, R, 1]
     query: Tensor  # [b, h, G * R, D], normalised for cosine, 0 where it is not finite
     nonfinite: Tensor | None  # bool [b, h, G * R, 1], which queries are not finite
@@ -135,13 +135,13 @@ class Chunk:
             visible = visibility.block(start, stop, low, high, self.key.device)
             visible = None if visible is None else self._grouped(visible)
             count = self.count[..., rows, :]
-            seen_by_all = self._seen_by_all(rows, keys, visible, count) if self.mechanism.laser else None
+            visible_to_all = self._visible_to_all(rows, keys, visible, count) if self.mechanism.laser else None
             query = self.take(self.call.query, rows)
             nonfinite = _nonfinite_rows(query)
             query, norm = self._l2_normalise(_zeroed(query, nonfinite))
             base_scale = self.call.scale * rowwise.length_scale(self.mechanism.length_scale, count)
             count = count.expand(*self.shape, -1, 1)
-            yield Tile(rows, keys, visible, seen_by_all, count, query, nonfinite, norm, base_scale)
+            yield Tile(rows, keys, visible, visible_to_all, count, query, nonfinite, norm, base_scale)
 
     def weigh(self, tile: Tile) -> Rows:
         """The scores of a tile, its weights, and what is computed between them."""
@@ -232,7 +232,7 @@ class Chunk:
             seen = self.flat(tile.visible.expand(rows.scores.shape).to(self.dtype)) @ value_nonfinite
         return x.masked_fill(seen > 0, nonfinite)
 
-    def _seen_by_all(self, rows: slice, keys: slice, visible: Tensor | None, count: Tensor) -> Tensor | slice | None:
+    def _visible_to_all(self, rows: slice, keys: slice, visible: Tensor | None, count: Tensor) -> Tensor | slice | None:
         """The keys that every row of a tile sees, fully masked rows aside: bool [b, h, 1, K] or a
         slice; None for no key.
         """
@@ -240,7 +240,10 @@ class Chunk:
             return slice(0, keys.stop - keys.start)
         visibility = self.visibility
         if visibility.mask is None and visibility.key_mask is None and visibility.document_ids is None:
-            first = rows.start  # the first row that sees a key
+            # All rows see the keys from the last row's left bound to the first row's right bound.
+            # Only the first row needs care: with ``right`` bounded, rows before this one see no
+            # key. No row is after the last key
+            first = rows.start
             if visibility.right != UNLIMITED:
                 first = max(first, -visibility.offset - visibility.right)
             if first >= rows.stop:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from softfocus.backends.cpu import build as build
-from softfocus.backends.cpu.call import CARRIES, TENSOR_VIEW, broadcastable_view, packed, tensor_view
+from softfocus.backends.cpu.call import CARRIES, TENSOR_VIEW, broadcastable_view, pack_params, tensor_view
 from softfocus.contract import Call
 from softfocus.pointwise import FUSED
 
@@ -37,7 +37,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     query, key, value = call.query, call.key, call.value
     out = _empty(*query.shape[:3], value.size(-1), dtype=query.dtype)
     statistics = _empty(4, *query.shape[:3])
-    arguments, _temporaries = packed(call)
+    arguments, _temporaries = pack_params(call)
     _run("softfocus_forward", arguments, query, key, value, out, statistics)
     return out, statistics
 
@@ -47,7 +47,7 @@ def runner(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     other tensors. The packed arguments of such a call hold no pointer but the three that ``run``
     replaces.
     """
-    arguments, _temporaries = packed(call)
+    arguments, _temporaries = pack_params(call)
     kernel = _kernel("softfocus_forward")
     one = _empty(1, dtype=call.query.dtype)
     # empty_like() takes half the time of empty(). The strides of ``empty_out`` are 0. Such strides
@@ -66,7 +66,7 @@ def runner(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 def backward(call: Call, grad: Tensor, bias_grad: bool) -> dict[str, Tensor]:
     """Gradients by name."""
     query, bias = call.query, call.bias
-    arguments, _temporaries = packed(call)
+    arguments, _temporaries = pack_params(call)
     grads = {name: _empty(*x.shape, dtype=x.dtype) for name, x in zip(("query", "key", "value"), call[:3], strict=True)}
     grad_bias = _empty(*bias.shape).zero_() if bias is not None and bias_grad else None
     by_row = {name: _empty(*query.shape[:3]) for name in ("head_scale", "power") if getattr(call, name) is not None}

@@ -63,7 +63,9 @@ def library() -> ctypes.CDLL:
             process.
     """
     global _outcome
-    if off := switched_off():  # asked every time: the switch may change
+    # Asked at every call of this function, because the switch may change. ops.runners does not ask:
+    # a layout that it holds keeps its kernel (docs/limitations.md)
+    if off := switched_off():
         raise off
     if _outcome is None:
         with _lock:

@@ -21,10 +21,10 @@ CARRIES = Carries(
     dtypes=(torch.float32, torch.bfloat16, torch.float16), devices=("cpu",),
     features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
 )  # fmt: skip
-"""The index of a dtype here is its number in ``params.h``. ``_NUMBERS`` numbers the other
-fields.
+"""The index of a dtype here is its number in ``params.h``. ``_ENUM_VALUES`` has the numbers
+of the other fields.
 """
-_NUMBERS = {
+_ENUM_VALUES = {
     "similarity": {"dot": 0, "cosine": 1},
     "length_scale": {"1": 0, "log(N)": 1, "log512(N)": 2},
     "score_bias": {"0": 0, "-log(N)": 1, "-log(L)": 2},
@@ -39,7 +39,7 @@ A value that CARRIES declares and that is not here raises KeyError. ``Params`` h
 
 TENSOR_VIEW = struct.Struct("5q")
 """``struct TensorView``: the data's address, and four strides in elements, 0 where broadcast."""
-CALL = struct.Struct("20q2d" + 7 * "5q" + "2q")
+PARAMS = struct.Struct("20q2d" + 7 * "5q" + "2q")
 """``struct Params``."""
 ABSENT = (0, 0, 0, 0, 0)
 
@@ -70,13 +70,13 @@ def threads() -> int:
 
 
 @lru_cache(maxsize=256)
-def _numbers(mechanism: Mechanism) -> tuple[int, ...]:
-    *numbers, _post = (values[getattr(mechanism, field)] for field, values in _NUMBERS.items())
-    return (*numbers, mechanism.power is not None, mechanism.laser)
+def _mechanism_fields(mechanism: Mechanism) -> tuple[int, ...]:
+    *fields, _post = (values[getattr(mechanism, name)] for name, values in _ENUM_VALUES.items())
+    return (*fields, mechanism.power is not None, mechanism.laser)
 
 
-def packed(call: Call) -> tuple[bytes, list[Tensor]]:
-    """A call's arguments, and the tensors made for them, which must live while the kernel runs."""
+def pack_params(call: Call) -> tuple[bytes, list[Tensor]]:
+    """A call as PARAMS, and the tensors made for them, which must live while the kernel runs."""
     query, key, value, visibility, mechanism = call.query, call.key, call.value, call.visibility, call.mechanism
     temporaries: list[Tensor] = []
 
@@ -99,9 +99,9 @@ def packed(call: Call) -> tuple[bytes, list[Tensor]]:
         key_mask = key_mask[:, None, None]
     batch, heads, query_length, head_dim = query.shape
     _, key_heads, key_length, value_dim = value.shape
-    numbers = CALL.pack(
+    params = PARAMS.pack(
         batch, heads, key_heads, query_length, key_length, head_dim, value_dim,
-        visibility.left, visibility.right, CARRIES.dtypes.index(query.dtype), *_numbers(mechanism), threads(),
+        visibility.left, visibility.right, CARRIES.dtypes.index(query.dtype), *_mechanism_fields(mechanism), threads(),
         call.dropout.number, dropout.threshold(call.dropout.p),
         call.scale, mechanism.power or 0.0,
         *tensor_view(query), *tensor_view(key), *tensor_view(value),
@@ -110,4 +110,4 @@ def packed(call: Call) -> tuple[bytes, list[Tensor]]:
         0 if head_scale is None else head_scale.data_ptr(),
         0 if power is None else power.data_ptr(),
     )  # fmt: skip
-    return numbers, temporaries
+    return params, temporaries

@@ -1,14 +1,17 @@
 // Dot products of bfloat16 rows by Intel's AMX: the processor multiplies a tile [16 rows, 32
 // dimensions] by a tile [32 dimensions, 16 keys]. Products of bfloat16 are exact in float, and sums
 // are in float, so that dot products of normal elements round no more than those of
-// register_tile(). AMX takes subnormal elements for 0. Rows are therefore multiplied by a power of
-// two first. An element that is below 2^-126 after that counts as 0.
+// register_tile(). AMX flushes subnormal elements to 0. Rows are therefore multiplied by a power of
+// two first (pack_amx_row()). Without cosine similarity:
 //
-// Without cosine similarity only rows whose largest element is extreme are multiplied (AMX_TINY).
-// In a dot product of the rows as given, the term of an element that counts as 0 is below 2^-26,
-// unless the other row has an element above 2^100, or above 2^40 where this row was multiplied by
-// AMX_TINY. With cosine similarity every row is multiplied by its prescale. In the dot product of
-// the unit vectors, the term of an element that counts as 0 is below 2^-126.
+//     row's largest element   factor     elements flushed to 0, as given
+//     below 2^-60             prescale   none: bfloat16 ends at 2^-133
+//     from 2^-60 to 2^61      1          below 2^-126
+//     2^61 or more            2^-60      below 2^-66
+//
+// A flushed element times an element up to 2^100 (2^40 in the last line) of the other row is below
+// 2^-26. With cosine similarity the factor of every row is its prescale. In unit vectors a flushed
+// element is below 2^-126, and so is its term of the dot product.
 #pragma once
 
 #include "memory.h"
@@ -42,11 +45,10 @@ inline bool uses_amx([[maybe_unused]] const Params& params) {
 #endif
 }
 
-// Without cosine similarity a row whose largest element is below AMX_TINY is multiplied by its
-// prescale. That element is then in [1, 2), or less if it is subnormal. A row with an element of
-// 2^61 or more is multiplied by AMX_TINY. AMX_HUGE is 1 / AMX_TINY: the prescale is used only above
-// it. The dot product of a multiplied row overflows only where that of the rows as given does. The
-// product of the factors of two rows (pack_amx_row()) is at most 2^120.
+// The limits of the prescale in the table above. The prescale is 1 / the row's largest element,
+// rounded to a power of two: it is above AMX_HUGE for elements below 2^-60, and below AMX_TINY from
+// 2^61 on. The dot product of a multiplied row overflows only where that of the rows as given does.
+// What pack_amx_row() returns for two rows has a product of at most 2^120.
 constexpr float AMX_TINY = 0x1p-60f, AMX_HUGE = 0x1p60f;
 
 // Writes a row [width] as bfloat16, perhaps times a power of two, with zeros after it: `to` [width
@@ -55,7 +57,6 @@ constexpr float AMX_TINY = 0x1p-60f, AMX_HUGE = 0x1p60f;
 // two.
 inline float pack_amx_row(const float* row, int64_t width, bool cosine, bfloat16* to) {
   auto [prescale, scaled_rnorm] = l2_norm(row, width);
-  // The prescale is 1 over the largest element, rounded to a power of two.
   if (!cosine && prescale <= AMX_HUGE) prescale = prescale < AMX_TINY ? AMX_TINY : 1.0f;
   int64_t d = 0;
   for (; d + W <= width; d += W) *(vhalf_unaligned*)(to + d) = to_bfloat16(load(row + d) * prescale);

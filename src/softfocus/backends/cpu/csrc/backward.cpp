@@ -72,17 +72,19 @@ inline void add_tasks(const Params& params, const GradientTensors& grads, int64_
     unit_keys = view_keys(params, key_data, key_head_index / params.key_heads, key_head_index % params.key_heads, begin,
                           end, scratch);
   for (int64_t key = begin; key < end; ++key) {
-    float *gk = sums[0].grad_key + key * padded_dim, *gv = sums[0].grad_value + key * padded_value_dim;
+    float *grad_key_row = sums[0].grad_key + key * padded_dim,
+          *grad_value_row = sums[0].grad_value + key * padded_value_dim;
     for (int64_t s = 1; s < tasks_per_head; ++s) {
-      for (int64_t d = 0; d < padded_dim; ++d) gk[d] += sums[s].grad_key[key * padded_dim + d];
-      for (int64_t d = 0; d < padded_value_dim; ++d) gv[d] += sums[s].grad_value[key * padded_value_dim + d];
+      for (int64_t d = 0; d < padded_dim; ++d) grad_key_row[d] += sums[s].grad_key[key * padded_dim + d];
+      for (int64_t d = 0; d < padded_value_dim; ++d)
+        grad_value_row[d] += sums[s].grad_value[key * padded_value_dim + d];
     }
     if (params.cosine)
-      l2_normalise_backward(gk, unit_keys.data + (key - begin) * unit_keys.stride, key_data.key_rnorm[key],
+      l2_normalise_backward(grad_key_row, unit_keys.data + (key - begin) * unit_keys.stride, key_data.key_rnorm[key],
                             params.head_dim);
     int64_t row = key_head_index * params.key_length + key;
-    write_row(grads.grad_key, params.dtype, row * params.head_dim, gk, params.head_dim);
-    write_row(grads.grad_value, params.dtype, row * params.value_dim, gv, params.value_dim);
+    write_row(grads.grad_key, params.dtype, row * params.head_dim, grad_key_row, params.head_dim);
+    write_row(grads.grad_value, params.dtype, row * params.value_dim, grad_value_row, params.value_dim);
   }
 }
 
@@ -95,19 +97,20 @@ bool backward(const Params& params, const GradientTensors& grads) {
   std::vector<KeyHeadData> key_data_at_once(at_once);
   for (KeyHeadData& key_data : key_data_at_once) key_data.reserve(params, true);
   std::vector<KeyHeadSums> sums(at_once * tasks_per_head);
-  for (int64_t first = 0; first < key_heads; first += at_once) {
-    int64_t n = std::min(at_once, key_heads - first);
-    if (!pack_key_heads(params, key_data_at_once, first, n, true)) return false;
+  for (int64_t first_key_head = 0; first_key_head < key_heads; first_key_head += at_once) {
+    int64_t n = std::min(at_once, key_heads - first_key_head);
+    if (!pack_key_heads(params, key_data_at_once, first_key_head, n, true)) return false;
     bool done = parallel_for(params.threads, n * tasks_per_head, [&](int64_t item) {
       int64_t i = item / tasks_per_head;
-      run_task<Phi>(params, grads, schedule, first + i, item % tasks_per_head, key_data_at_once[i], sums[item],
+      run_task<Phi>(params, grads, schedule, first_key_head + i, item % tasks_per_head, key_data_at_once[i], sums[item],
                     workers.mine());
     });
     if (!done) return false;
     int64_t tiles = ceil_div(params.key_length, BLOCK_K);
     done = parallel_for(params.threads, n * tiles, [&](int64_t item) {
       int64_t i = item / tiles, begin = item % tiles * BLOCK_K, end = std::min(begin + BLOCK_K, params.key_length);
-      add_tasks(params, grads, tasks_per_head, first + i, begin, end, key_data_at_once[i], &sums[i * tasks_per_head]);
+      add_tasks(params, grads, tasks_per_head, first_key_head + i, begin, end, key_data_at_once[i],
+                &sums[i * tasks_per_head]);
     });
     if (!done) return false;
   }

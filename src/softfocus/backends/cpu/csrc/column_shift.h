@@ -31,19 +31,20 @@ struct ColumnShift {
     for (int64_t r = 0; r < block.n_rows; ++r)
       if (!block.fully_masked[r])
         begin = std::max(begin, block.window_begin[r]), end = std::min(end, block.window_end[r]);
-    std::vector<uint8_t> all_see = seen_by_all(block, begin, end);
+    std::vector<uint8_t> visible_to_all = keys_visible_to_all(block, begin, end);
     block.each_tile([&](int64_t start_k) {
-      int64_t first = std::max(begin, block.key_begin + start_k),
-              stop = std::min({block.key_begin + start_k + BLOCK_K, params.key_length, end});
-      if (first >= stop) return;
-      RowView v = view_values(params, *block.key_data, block.batch_index, block.key_head, first, stop, value_scratch);
-      for (int64_t key = first; key < stop; ++key)
-        if (all_see.empty() || all_see[key - begin])
+      int64_t first_key = std::max(begin, block.key_begin + start_k),
+              stop_key = std::min({block.key_begin + start_k + BLOCK_K, params.key_length, end});
+      if (first_key >= stop_key) return;
+      RowView v =
+          view_values(params, *block.key_data, block.batch_index, block.key_head, first_key, stop_key, value_scratch);
+      for (int64_t key = first_key; key < stop_key; ++key)
+        if (visible_to_all.empty() || visible_to_all[key - begin])
           for (int64_t d = 0; d < padded_value_dim; d += W)
-            store(shift + d, max(load(v.data + (key - first) * v.stride + d), load(shift + d)));
+            store(shift + d, max(load(v.data + (key - first_key) * v.stride + d), load(shift + d)));
     });
     bool all_small = true;
-    // Padding may keep M = -inf. Its e^(V - M) is then e^80, and its sums are not used.
+    // Padding columns may keep -inf. They are computed, from e^MAX_EXPONENT, and ignored.
     for (int64_t d = 0; d < params.value_dim; ++d) {
       all_small &= shift[d] == -INF || std::fabs(shift[d]) <= SHIFT_TOLERANCE;
       shift[d] = shift[d] == -INF ? 0.0f : shift[d];
@@ -59,17 +60,18 @@ struct ColumnShift {
     }
   }
 
-  // e^(V - M) of the keys [first, first + n): the key head's e^V if M is 0, else computed in
-  // `scratch`, which the next call overwrites. Calls values() for V [n, stride] only if M is not 0.
+  // e^(V - M) of the keys [first_key, first_key + n): the key head's e^V if M is 0, else computed
+  // in `scratch`, which the next call overwrites. Calls values() for V [n, stride] only if M is not
+  // 0.
   template <typename F>
-  RowView exp_values(const KeyHeadData& key_data, F&& values, int64_t first, int64_t n, int64_t padded_value_dim,
+  RowView exp_values(const KeyHeadData& key_data, F&& values, int64_t first_key, int64_t n, int64_t padded_value_dim,
                      int64_t value_dim) {
-    if (zero_shift) return {key_data.exp_values + first * padded_value_dim, padded_value_dim};
+    if (zero_shift) return {key_data.exp_values + first_key * padded_value_dim, padded_value_dim};
     RowView v = values();
     for (int64_t j = 0; j < n; ++j)
       exp_row(v.data + j * v.stride, shift, padded_value_dim, scratch + j * padded_value_dim, [&](int64_t d) {
         if (record_large && d < value_dim)  // d >= value_dim is padding
-          large.push_back({first + j, d});
+          large.push_back({first_key + j, d});
       });
     return {scratch, padded_value_dim};
   }
@@ -78,13 +80,13 @@ struct ColumnShift {
   // [end - begin]: 1 for each of the keys [begin, end) that every row sees, else 0; empty without
   // masks. Fully masked rows do not count.
   template <typename Phi>
-  static std::vector<uint8_t> seen_by_all(const RowBlock<Phi>& block, int64_t begin, int64_t end) {
+  static std::vector<uint8_t> keys_visible_to_all(const RowBlock<Phi>& block, int64_t begin, int64_t end) {
     if (begin >= end || !block.masks_given) return {};
-    std::vector<uint8_t> all_see(end - begin, 1);
+    std::vector<uint8_t> visible_to_all(end - begin, 1);
     for (int64_t r = 0; r < block.n_rows; ++r)
       for (int64_t j = 0; j < end - begin && !block.fully_masked[r]; ++j)
-        all_see[j] &= uint8_t(block.sees(r, begin + j));
-    return all_see;
+        visible_to_all[j] &= uint8_t(block.sees(r, begin + j));
+    return visible_to_all;
   }
 };
 

@@ -15,9 +15,9 @@ namespace softfocus {
 // stream. That takes 21 ns per key instead of 28. Four streams gain half as much
 // (docs/performance.md).
 constexpr int STREAMS = 8;
-// Keys of at most this many bytes, counted over all heads, may be in a cache. Then one stream is
-// 5 % faster. The limit is a guess at what a third-level cache keeps.
-constexpr int64_t CACHED_BYTES = 8 << 20;
+// If all keys, counted over all heads, take no more bytes than this, a cache may hold them. One
+// stream is then 5 % faster. The limit is a guess at what a third-level cache keeps.
+constexpr int64_t STREAM_MIN_BYTES = 8 << 20;
 
 class DecodeDots {
  public:
@@ -52,7 +52,7 @@ class DecodeDots {
     int64_t key_begin = block.key_begin, n = block.key_end - key_begin;
     batch_index = block.batch_index, key_head = block.key_head;
     bool from_memory =
-        params.batch * params.key_heads * params.key_length * params.head_dim * int64_t(sizeof(T)) > CACHED_BYTES;
+        params.batch * params.key_heads * params.key_length * params.head_dim * int64_t(sizeof(T)) > STREAM_MIN_BYTES;
     int64_t tiles = ceil_div(n, BLOCK_K), tiles_per_stream = in_place && from_memory ? tiles / STREAMS : 0;
     auto one_tile = [&](int64_t tile) {
       if (!block.tile_visible(tile * BLOCK_K)) return;
@@ -66,10 +66,10 @@ class DecodeDots {
       // skip none. Otherwise they are read one by one.
       bool side_by_side = key_begin + (tile + (STREAMS - 1) * tiles_per_stream + 1) * BLOCK_K <= params.key_length;
       for (int64_t i = 0; i < STREAMS; ++i) side_by_side &= block.tile_visible((tile + i * tiles_per_stream) * BLOCK_K);
-      int64_t first[STREAMS];
+      int64_t first_offset[STREAMS];
       for (int64_t j = tile * BLOCK_K; side_by_side && j < (tile + 1) * BLOCK_K; j += W) {
-        for (int64_t i = 0; i < STREAMS; ++i) first[i] = j + i * tiles_per_stream * BLOCK_K;
-        dot_vectors<T, STREAMS>(first, key_begin, queries, rows, address);
+        for (int64_t i = 0; i < STREAMS; ++i) first_offset[i] = j + i * tiles_per_stream * BLOCK_K;
+        dot_vectors<T, STREAMS>(first_offset, key_begin, queries, rows, address);
       }
       for (int64_t i = 0; i < STREAMS; ++i)
         if (side_by_side)
@@ -80,33 +80,34 @@ class DecodeDots {
     for (int64_t tile = tiles_per_stream * STREAMS; tile < tiles; ++tile) one_tile(tile);
   }
 
-  // Dot products with W keys of each of N streams; first[i] is the offset of stream i's first key.
-  // Arrays [N] have an element for each stream. Only N = 1 may come with keys that must be copied:
-  // keys that cannot be read in place, or fewer than W.
+  // Dot products with W keys of each of N streams; first_offset[i] is the offset of stream i's
+  // first key. Arrays [N] have an element for each stream. Only N = 1 may come with keys that must
+  // be copied: keys that cannot be read in place, or fewer than W.
   template <typename T, int N>
-  __attribute__((always_inline)) inline void dot_vectors(const int64_t (&first)[N], int64_t key_begin,
+  __attribute__((always_inline)) inline void dot_vectors(const int64_t (&first_offset)[N], int64_t key_begin,
                                                          const float* queries, int64_t rows,
                                                          const DotAddress& address) {
-    int64_t n_keys = std::min<int64_t>(W, params.key_length - key_begin - first[0]);
+    int64_t n_keys = std::min<int64_t>(W, params.key_length - key_begin - first_offset[0]);
     if (in_place && n_keys == W) {
       const T* keys[N];
-      for (int i = 0; i < N; ++i) keys[i] = row_pointer<T>(params.key, batch_index, key_head, key_begin + first[i]);
-      return dot_rows(first, keys, params.key.stride[2], W, key_begin, queries, rows, address);
+      for (int i = 0; i < N; ++i)
+        keys[i] = row_pointer<T>(params.key, batch_index, key_head, key_begin + first_offset[i]);
+      return dot_rows(first_offset, keys, params.key.stride[2], W, key_begin, queries, rows, address);
     }
     // N = 1 from here on
     if (!copies) copies.resize(W * padded_dim);
     if (n_keys < W || params.head_dim < padded_dim) std::fill(copies + 0, copies + W * padded_dim, 0.0f);
     for (int64_t i = 0; i < n_keys; ++i)
-      read_row(params.key, params.dtype, batch_index, key_head, key_begin + first[0] + i, params.head_dim,
+      read_row(params.key, params.dtype, batch_index, key_head, key_begin + first_offset[0] + i, params.head_dim,
                copies + i * padded_dim);
     const float* copied[1] = {copies};
-    dot_rows({first[0]}, copied, padded_dim, n_keys, key_begin, queries, rows, address);
+    dot_rows({first_offset[0]}, copied, padded_dim, n_keys, key_begin, queries, rows, address);
   }
 
   // The same for keys [W, key_stride] of each stream, of which n_keys exist. A lane of rnorm,
   // dot_again and dot_product belongs to a key.
   template <typename T, int N>
-  __attribute__((always_inline)) inline void dot_rows(const int64_t (&first)[N], const T* const (&keys)[N],
+  __attribute__((always_inline)) inline void dot_rows(const int64_t (&first_offset)[N], const T* const (&keys)[N],
                                                       int64_t key_stride, int64_t n_keys, int64_t key_begin,
                                                       const float* queries, int64_t rows, const DotAddress& address) {
     vfloat rnorm[N];  // 1 / |k|; 1 without cosine similarity
@@ -127,13 +128,13 @@ class DecodeDots {
       }
       for (int i = 0; i < N; ++i) {
         vfloat dot_product = reduce_each(products[i]) * rnorm[i];
-        store(address(r, first[i]), dot_product);
+        store(address(r, first_offset[i]), dot_product);
         dot_again[i] |= ~(absolute(dot_product) <= std::numeric_limits<float>::max());
       }
     }
     for (int i = 0; i < N; ++i)
       if (dot_again[i] &= lane_index() < int32_t(n_keys); any(dot_again[i]))
-        dot_safely(first[i], key_begin, dot_again[i], queries, rows, address);
+        dot_safely(first_offset[i], key_begin, dot_again[i], queries, rows, address);
   }
 
   // products[i][j]: lane-wise sums of the products of a query with key j of stream i. Lane l sums
@@ -160,24 +161,24 @@ class DecodeDots {
       }
   }
 
-  // Computes the dot products with some of the W keys from offset `first` on again: NaN for a
+  // Computes the dot products with some of the W keys from `first_offset` on again: NaN for a
   // non-finite key, else with a norm that neither overflows nor underflows. Only lanes that are set
   // in dot_again are written. A key is normalised before the product here, which rounds
   // differently. Whether a key takes this path must not depend on the keys next to it: equal keys
   // have equal dot products.
-  __attribute__((noinline)) void dot_safely(int64_t first, int64_t key_begin, vint dot_again, const float* queries,
-                                            int64_t rows, const DotAddress& address) {
+  __attribute__((noinline)) void dot_safely(int64_t first_offset, int64_t key_begin, vint dot_again,
+                                            const float* queries, int64_t rows, const DotAddress& address) {
     if (!one_key) one_key.resize(padded_dim);
     float* key = one_key;
     for (int64_t i = 0; i < W; ++i) {
       if (!dot_again[i]) continue;
       std::fill(key, key + padded_dim, 0.0f);
-      read_row(params.key, params.dtype, batch_index, key_head, key_begin + first + i, params.head_dim, key);
+      read_row(params.key, params.dtype, batch_index, key_head, key_begin + first_offset + i, params.head_dim, key);
       bool finite = all_finite(key, params.head_dim);
       if (finite && params.cosine) l2_normalise(key, params.head_dim);
       for (int64_t r = 0; r < rows; ++r) {
         float dot_product = dot(queries + r * padded_dim, key, padded_dim);
-        address(r, first)[i] = finite ? dot_product : std::numeric_limits<float>::quiet_NaN();
+        address(r, first_offset)[i] = finite ? dot_product : std::numeric_limits<float>::quiet_NaN();
       }
     }
   }

@@ -20,18 +20,18 @@ inline float BlockOutput<Phi>::add_live_values(const RowBlock<Phi>& block, int64
   auto add_lists = [&] {  // of the tiles
     for (size_t i = 0; i < tiles.size(); ++i) {
       power_sum.add(live.template raise_to_power<DROPOUT>(i, block.power[r]));
-      int64_t n = live.length[i], first = block.key_begin + tiles[i];
+      int64_t n = live.length[i], first_key = block.key_begin + tiles[i];
       const uint8_t* keys = live.keys_of(i);
       auto add_values = [&](const auto* values, int64_t stride) {
         add_listed_rows(padded_value_dim / W, n, keys, live.u_of(i), values, stride, out + r * padded_value_dim);
       };
       if (in_place) {
-        add_values(row_pointer<T>(params.value, batch_index, key_head, first), params.value.stride[2]);
+        add_values(row_pointer<T>(params.value, batch_index, key_head, first_key), params.value.stride[2]);
         continue;
       }
       for (int64_t e = 0; e < n; ++e) {
         float* row = value_scratch + keys[e] * padded_value_dim;
-        read_row(params.value, params.dtype, batch_index, key_head, first + keys[e], params.value_dim, row);
+        read_row(params.value, params.dtype, batch_index, key_head, first_key + keys[e], params.value_dim, row);
         std::fill(row + params.value_dim, row + padded_value_dim, 0.0f);
       }
       add_values(static_cast<const float*>(value_scratch), padded_value_dim);

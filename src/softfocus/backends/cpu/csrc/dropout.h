@@ -65,12 +65,12 @@ class DropoutMask {
     return (j / BLOCK_K * rows + r) * (BLOCK_K / WORD_KEYS) + j % BLOCK_K / WORD_KEYS;
   }
 
-  // Philox-4x32-7, with its standard constants, of W / 2 counters (first + lane, row, head_index,
-  // 0): four words of 32 bits per lane. The upper 32 bits of each lane are arbitrary.
-  void philox(uint64_t first, uint32_t row, uint32_t head_index, vuint64 (&words)[4]) const {
+  // Philox-4x32-7, with its standard constants, of W / 2 counters (first_counter + lane, row,
+  // head_index, 0): four words of 32 bits per lane. The upper 32 bits of each lane are arbitrary.
+  void philox(uint64_t first_counter, uint32_t row, uint32_t head_index, vuint64 (&words)[4]) const {
     vuint64 lane;
     for (int i = 0; i < W / 2; ++i) lane[i] = i;
-    vuint64 a = lane + first, b = vuint64{} + row, c = vuint64{} + head_index, d = vuint64{};
+    vuint64 a = lane + first_counter, b = vuint64{} + row, c = vuint64{} + head_index, d = vuint64{};
     uint32_t k = uint32_t(params.seed), m = uint32_t(params.seed >> 32);  // Philox's key
 #pragma GCC unroll 7
     for (int round = 0; round < ROUNDS; ++round) {
@@ -82,10 +82,10 @@ class DropoutMask {
   }
 
   // The dropout bits of WORD_KEYS keys: a bit is 1 where the key's 16-bit random number is below
-  // drop_below. The keys share the WORD_COUNTERS counters from `first` on, each of which gives 8
-  // numbers.
+  // drop_below. The keys share the WORD_COUNTERS counters from first_counter on, each of which
+  // gives 8 numbers.
 #if defined(__AVX512BW__)
-  uint64_t dropped_word(uint64_t first, uint32_t row, uint32_t head_index) const {
+  uint64_t dropped_word(uint64_t first_counter, uint32_t row, uint32_t head_index) const {
     // The permutation counts in 16-bit elements. Elements 4 l and 4 l + 1 of words[i] are the lower
     // and the upper half of lane l's 32 bits; elements 4 l + 2 and 4 l + 3 are arbitrary. Indices
     // from 32 on select from the second operand. Bit 8 n + l of the result belongs to number n of
@@ -93,7 +93,7 @@ class DropoutMask {
     alignas(64) static constexpr uint16_t order[32] = {0,  4,  8,  12, 16, 20, 24, 28, 1,  5,  9,  13, 17, 21, 25, 29,
                                                        32, 36, 40, 44, 48, 52, 56, 60, 33, 37, 41, 45, 49, 53, 57, 61};
     vuint64 words[4];
-    philox(first, row, head_index, words);
+    philox(first_counter, row, head_index, words);
     // drop_below may be 2^16, which 16 bits do not hold; drop_below - 1 fits.
     __m512i indices = _mm512_load_si512(order), last = _mm512_set1_epi16(int16_t(params.drop_below - 1));
     __m512i low = _mm512_permutex2var_epi16((__m512i)words[0], indices, (__m512i)words[1]);
@@ -101,11 +101,11 @@ class DropoutMask {
     return uint64_t(_mm512_cmple_epu16_mask(high, last)) << 32 | _mm512_cmple_epu16_mask(low, last);
   }
 #else
-  uint64_t dropped_word(uint64_t first, uint32_t row, uint32_t head_index) const {
+  uint64_t dropped_word(uint64_t first_counter, uint32_t row, uint32_t head_index) const {
     uint64_t found = 0;
     for (int lane = 0; lane < WORD_COUNTERS; lane += W / 2) {
       vuint64 words[4], dropped = vuint64{};
-      philox(first + lane, row, head_index, words);
+      philox(first_counter + lane, row, head_index, words);
       unroll<8>([&](int n) {
         vuint64 number = (words[n / 2] >> n % 2 * 16) & 0xffffu;
         // if number < drop_below, the subtraction borrows, and bit 16 is 1

@@ -107,17 +107,17 @@ bool forward(const Params& params, void* out, float* statistics) {
           group = params.group();
   std::vector<KeyHeadData> key_data_at_once(at_once);
   for (KeyHeadData& key_data : key_data_at_once) key_data.reserve(params, false);
-  for (int64_t first = 0; first < key_heads; first += at_once) {
-    int64_t n = std::min(at_once, key_heads - first);
-    if (!pack_key_heads(params, key_data_at_once, first, n, false)) return false;
+  for (int64_t first_key_head = 0; first_key_head < key_heads; first_key_head += at_once) {
+    int64_t n = std::min(at_once, key_heads - first_key_head);
+    if (!pack_key_heads(params, key_data_at_once, first_key_head, n, false)) return false;
     // `item` is an index of [n key heads, blocks, query heads of a group].
     bool done = parallel_for(params.threads, n * group * blocks, [&](int64_t item) {
       // The last rows go first, because they take longest under a causal mask.
       int64_t block_index = blocks - 1 - item / group % blocks;
-      int64_t key_head_index = first + item / (group * blocks);  // of all B * Hk
+      int64_t key_head_index = first_key_head + item / (group * blocks);  // of all B * Hk
       int64_t query_head = key_head_index % params.key_heads * group + item % group;
       workers.mine().run(key_head_index / params.key_heads, query_head, block_index * block_rows,
-                         key_data_at_once[key_head_index - first], out, statistics);
+                         key_data_at_once[key_head_index - first_key_head], out, statistics);
     });
     if (!done) return false;
   }
@@ -130,14 +130,14 @@ bool forward(const Params& params, void* out, float* statistics) {
 // Writes out [B, H, Lq, Dv], of the query's dtype, and statistics [4, B, H, Lq] (count, maximum,
 // log_norm, peak) unless null; both contiguous. Returns 0, or 1 if memory ran out; out and
 // statistics are then arbitrary. The pointers of query, key and value are separate arguments, so
-// that calls of one layout can share `layout`.
-extern "C" __attribute__((visibility("default"))) int softfocus_forward(const softfocus::Params* layout,
+// that calls of one layout can share `params_template`.
+extern "C" __attribute__((visibility("default"))) int softfocus_forward(const softfocus::Params* params_template,
                                                                         const void* query, const void* key,
                                                                         const void* value, void* out,
                                                                         float* statistics) {
   bool done = false;
   try {
-    softfocus::Params params = *layout;
+    softfocus::Params params = *params_template;
     params.query.data = query, params.key.data = key, params.value.data = value;
     softfocus::with_phi(params.phi,
                         [&](auto phi) { done = softfocus::forward<decltype(phi)>(params, out, statistics); });

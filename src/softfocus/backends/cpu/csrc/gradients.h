@@ -48,6 +48,7 @@ class RowGradients {
         output(block),
         grad_out(BLOCK_Q * block.padded_value_dim),
         grad_queries(BLOCK_Q * block.padded_dim),
+        scaled_queries(BLOCK_Q * block.padded_dim),
         weights(params.reweighted ? 0 : BLOCK_Q * TILE_STRIDE),
         grad_scores(BLOCK_Q * TILE_STRIDE),
         key_scratch(BLOCK_K * block.padded_dim),
@@ -67,6 +68,7 @@ class RowGradients {
   void run(int64_t b, int64_t query_head, int64_t start_q, const KeyHeadData& key_data, const GradientTensors& grads,
            float* grad_keys, float* grad_values) {
     block.compute(b, query_head, start_q, key_data);
+    scale_queries();
     read_grad_out(grads);
     std::fill(grad_queries + 0, grad_queries + block.padded_rows() * block.padded_dim, 0.0f);
     for (int64_t r = 0; r < BLOCK_Q; ++r) has_exact[r] = false;
@@ -81,11 +83,12 @@ class RowGradients {
 
  private:
   BlockOutput<Phi> output;
-  Buffer<float> grad_out;      // [BLOCK_Q, padded_value_dim], dL/dO; with LASER dL/d(A e^(V - M))
-  Buffer<float> grad_queries;  // [BLOCK_Q, padded_dim]
-  Buffer<float> weights;       // [BLOCK_Q, TILE_STRIDE], A of a tile; without re-weighting
-  Buffer<float> grad_scores;   // [BLOCK_Q, TILE_STRIDE], dL/ds of a tile
-  Buffer<float> key_scratch;   // [BLOCK_K, padded_dim], for keys that cannot be read in place
+  Buffer<float> grad_out;        // [BLOCK_Q, padded_value_dim], dL/dO; with LASER dL/d(A e^(V - M))
+  Buffer<float> grad_queries;    // [BLOCK_Q, padded_dim]
+  Buffer<float> scaled_queries;  // [BLOCK_Q, padded_dim], c Q: for the gradients of keys
+  Buffer<float> weights;         // [BLOCK_Q, TILE_STRIDE], A of a tile; without re-weighting
+  Buffer<float> grad_scores;     // [BLOCK_Q, TILE_STRIDE], dL/ds of a tile
+  Buffer<float> key_scratch;     // [BLOCK_K, padded_dim], for keys that cannot be read in place
   // With LASER and without re-weighting: dL/d(e^(V - M)) of a tile, [BLOCK_K, padded_value_dim],
   // and e^(V - M) of a tile, [BLOCK_K / PANEL, Dv, PANEL]
   Buffer<float> grad_exp_values, exp_panels;
@@ -126,6 +129,13 @@ class RowGradients {
 
   // The index of a row and tile in list_start and list_length
   static int64_t list_index(int64_t r, int64_t start_k) { return start_k / BLOCK_K * BLOCK_Q + r; }
+
+  void scale_queries() {
+    int64_t width = block.padded_dim;
+    for (int64_t r = 0; r < block.padded_rows(); ++r)
+      for (int64_t d = 0; d < width; ++d)
+        scaled_queries[r * width + d] = block.queries[r * width + d] * block.score_scale[r];
+  }
 
   // Reads dO and clears the rows' sums. Fully masked rows pass no gradient: their dO is 0.
   void read_grad_out(const GradientTensors& grads) {
@@ -177,14 +187,15 @@ class RowGradients {
   // Computes A and dL/ds of a tile, and from them the gradients.
   void tile_gradients(int64_t start_k, const GradientTensors& grads, float* grad_keys, float* grad_values) {
     const Params& params = block.params;
-    int64_t first = block.key_begin + start_k, stop = std::min(first + BLOCK_K, params.key_length), n = stop - first;
-    RowView k = view_keys(params, *block.key_data, block.batch_index, block.key_head, first, stop, key_scratch);
+    int64_t first_key = block.key_begin + start_k, stop_key = std::min(first_key + BLOCK_K, params.key_length),
+            n = stop_key - first_key;
+    RowView k = view_keys(params, *block.key_data, block.batch_index, block.key_head, first_key, stop_key, key_scratch);
     RowView exp_values{nullptr, 0};
     if (params.laser) exp_values = output.tile_operand(block, start_k);
     for (int64_t strip = 0; strip < block.padded_rows() / MR; ++strip)
       strip_keys[strip] = block.strip_range(strip * MR, start_k);
-    float *tile_grad_keys = grad_keys + first * block.padded_dim,
-          *tile_grad_values = grad_values + first * block.padded_value_dim;
+    float *tile_grad_keys = grad_keys + first_key * block.padded_dim,
+          *tile_grad_values = grad_values + first_key * block.padded_value_dim;
     if (params.reweighted)
       params.drop_below ? listed_grad_scores<true>(start_k, exp_values, tile_grad_values)
                         : listed_grad_scores<false>(start_k, exp_values, tile_grad_values);
@@ -226,8 +237,8 @@ class RowGradients {
           begin_q = std::min(begin_q, r), end_q = r + MR;
       if (begin_q >= end_q) continue;
       int64_t depth = end_q - begin_q;
-      transposed_product(step, grad_scores + begin_q * TILE_STRIDE + j, depth, block.scaled_queries + begin_q * width,
-                         width, to_keys + j * width, true);
+      transposed_product(step, grad_scores + begin_q * TILE_STRIDE + j, depth, scaled_queries + begin_q * width, width,
+                         to_keys + j * width, true);
       if (!dense) continue;
       float* to = laser ? grad_exp_values + j * padded_value_dim : to_values + j * padded_value_dim;
       transposed_product(step, weights + begin_q * TILE_STRIDE + j, depth, grad_out + begin_q * padded_value_dim,
@@ -263,17 +274,17 @@ class RowGradients {
   // gradient of the head scale is the dot product of base_scale dS K with the query.
   void write_query_gradients(const GradientTensors& grads) {
     const Params& params = block.params;
-    int64_t first = (block.batch_index * params.heads + block.query_head) * params.query_length + block.start_q;
+    int64_t first_row = (block.batch_index * params.heads + block.query_head) * params.query_length + block.start_q;
     for (int64_t r = 0; r < block.n_rows; ++r) {
       float *grad = grad_queries + r * block.padded_dim, *query = block.queries + r * block.padded_dim;
       for (int64_t d = 0; d < block.padded_dim; d += W) store(grad + d, load(grad + d) * block.base_scale[r]);
-      if (grads.grad_head_scale) grads.grad_head_scale[first + r] = dot(grad, query, block.padded_dim);
-      if (grads.grad_power) grads.grad_power[first + r] = grad_power[r];
+      if (grads.grad_head_scale) grads.grad_head_scale[first_row + r] = dot(grad, query, block.padded_dim);
+      if (grads.grad_power) grads.grad_power[first_row + r] = grad_power[r];
       if (params.head_scale)
         for (int64_t d = 0; d < block.padded_dim; d += W)
           store(grad + d, load(grad + d) * params.head_scale[block.query_head]);
       if (params.cosine) l2_normalise_backward(grad, query, block.query_rnorm[r], params.head_dim);
-      write_row(grads.grad_query, params.dtype, (first + r) * params.head_dim, grad, params.head_dim);
+      write_row(grads.grad_query, params.dtype, (first_row + r) * params.head_dim, grad, params.head_dim);
     }
   }
 };

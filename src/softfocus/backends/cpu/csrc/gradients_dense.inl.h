@@ -10,7 +10,7 @@ namespace softfocus {
 template <typename Phi>
 inline void RowGradients<Phi>::compute_dense_grad_weights() {
   const Params& params = block.params;
-  // Lane-wise sum of phi dA over at most TILES_PER_SUM tiles; of A dA unless sums_take_phi()
+  // Lane-wise sum of phi dA over at most TILES_PER_SUM tiles; of A dA unless norm_in_safe_range()
   vfloat phi_da_sum[BLOCK_Q];
   vfloat n_positive[BLOCK_Q];       // lane-wise number of keys with phi > 0; where Phi::has_zeros
   DoubleSum phi_da_total[BLOCK_Q];  // the same over all tiles
@@ -44,7 +44,7 @@ inline void RowGradients<Phi>::compute_dense_grad_weights() {
                 if constexpr (Phi::has_zeros) n_positive[i] += f == 0.0f ? vfloat{} : splat(1.0f);
               }
             };
-            block.sums_take_phi(i) ? add_keys(std::true_type{}) : add_keys(std::false_type{});
+            block.norm_in_safe_range(i) ? add_keys(std::true_type{}) : add_keys(std::false_type{});
           });
       }
     if (++tiles % TILES_PER_SUM == 0)
@@ -52,7 +52,7 @@ inline void RowGradients<Phi>::compute_dense_grad_weights() {
   });
   for (int64_t r = 0; r < block.n_rows && params.normaliser == L1; ++r) {
     phi_da_total[r].add(phi_da_sum[r]);
-    delta[r] = float(phi_da_total[r].total()) * (block.sums_take_phi(r) ? block.weight_scale[r] : 1.0f);
+    delta[r] = float(phi_da_total[r].total()) * (block.norm_in_safe_range(r) ? block.weight_scale[r] : 1.0f);
     // Where phi underflows, this count misses keys. laser_backward() has counted them by log u.
     if (!has_exact[r]) single_key[r] = Phi::has_zeros && reduce_sum(n_positive[r]) == 1.0f;
     double exact_delta = 0.0;  // sum of exact_terms

@@ -25,16 +25,16 @@ inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors
   int64_t next = 0;  // where the next list begins
   block.each_tile([&](int64_t start_k) {
     RowView v = output.tile_operand(block, start_k);
-    for (int64_t first = 0; first < block.n_rows; first += LISTS) {
-      int64_t stop = std::min(first + LISTS, block.n_rows);
-      for (int64_t r = first; r < stop; ++r) {
+    for (int64_t first_row = 0; first_row < block.n_rows; first_row += LISTS) {
+      int64_t stop_row = std::min(first_row + LISTS, block.n_rows);
+      for (int64_t r = first_row; r < stop_row; ++r) {
         int64_t i = list_index(r, start_k),
                 n = block.fully_masked[r]
                         ? 0
                         : block.template gather_live<DROPOUT>(r, start_k, list_keys + next, list_u + next);
         list_start[i] = next, list_length[i] = uint8_t(n), next += n;
       }
-      for (int64_t r = first; r < stop; ++r) {
+      for (int64_t r = first_row; r < stop_row; ++r) {
         int64_t start = list_start[list_index(r, start_k)], n = list_length[list_index(r, start_k)];
         float* da = grad_weights_of_lists() + start;
         const float* u_list = list_u + start;
@@ -120,10 +120,10 @@ inline void RowGradients<Phi>::add_exact_terms(int64_t r, double& delta_i, doubl
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::listed_grad_scores(int64_t start_k, RowView v, float* grad_values) {
-  for (int64_t first = 0; first < block.padded_rows(); first += LISTS) {
-    int64_t stop = std::min(first + LISTS, block.padded_rows());
-    for (int64_t r = first; r < stop; ++r) scatter_grad_phi<DROPOUT>(r, start_k, v, grad_values);
-    for (int64_t r = first; r < stop; ++r) multiply_by_derivative(r, start_k);
+  for (int64_t first_row = 0; first_row < block.padded_rows(); first_row += LISTS) {
+    int64_t stop_row = std::min(first_row + LISTS, block.padded_rows());
+    for (int64_t r = first_row; r < stop_row; ++r) scatter_grad_phi<DROPOUT>(r, start_k, v, grad_values);
+    for (int64_t r = first_row; r < stop_row; ++r) multiply_by_derivative(r, start_k);
   }
 }
 

@@ -12,12 +12,10 @@ namespace softfocus {
 // M is 0 if every column's maximum is within this of 0: e^-20 and e^20 are far from underflow and
 // overflow. Otherwise M is the maximum of each column (column_shift.h).
 constexpr float SHIFT_TOLERANCE = 20.0f;
-// A value above M + 30 is large: rows that give it weight take the exact sum. A weight below 1e-38
-// underflows. With a value up to M + 30 it would add at most 1e-38 e^30 = 1e-25 to a sum. 1e5 such
-// keys add 1e-20, less than the rounding of the smallest sum that is kept, 6e-8 * SMALL_SUM =
-// 6e-20.
+// A value above M + 30 is large: rows that give it weight take the exact sum, and so do sums below
+// SMALL_SUM. docs/kernels-cpu.md derives both limits.
 constexpr float LARGE_VALUE = 30.0f;
-constexpr float SMALL_SUM = 1e-12f;  // smaller sums take the exact sum
+constexpr float SMALL_SUM = 1e-12f;
 // Exponents are clamped here: e^80 times a weight of 0 is 0, not NaN.
 constexpr float MAX_EXPONENT = 80.0f;
 

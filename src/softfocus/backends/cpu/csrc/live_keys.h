@@ -21,11 +21,11 @@ struct LiveKeys {
   uint8_t* keys_of(int64_t i) { return keys + i * (BLOCK_K + W); }
   float* u_of(int64_t i) { return u + i * (BLOCK_K + W); }
 
-  // Lists the rows [first, first + LISTS) of a tile.
+  // Lists the rows [first_row, first_row + LISTS) of a tile.
   template <bool DROPOUT>
-  void gather(const RowBlock<Phi>& block, int64_t first, int64_t start_k) {
+  void gather(const RowBlock<Phi>& block, int64_t first_row, int64_t start_k) {
     for (int64_t i = 0; i < LISTS; ++i) {
-      int64_t r = first + i;
+      int64_t r = first_row + i;
       length[i] = r < block.n_rows && !block.fully_masked[r]
                       ? block.template gather_live<DROPOUT>(r, start_k, keys_of(i), u_of(i))
                       : 0;

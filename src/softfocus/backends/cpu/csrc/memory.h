@@ -42,7 +42,10 @@ class Pool {
     {
       std::lock_guard<std::mutex> lock(pool.mutex_);
       for (Slot& slot : pool.slots_)
-        if (slot.data && slot.bytes == bytes) return pool.held_ -= bytes, std::exchange(slot.data, nullptr);
+        if (slot.data && slot.bytes == bytes) {
+          pool.held_ -= bytes;
+          return std::exchange(slot.data, nullptr);
+        }
     }
     bool huge = huge_pages && bytes >= HUGE_PAGE;
     void* data = std::aligned_alloc(huge ? HUGE_PAGE : CACHE_LINE, huge ? round_up(bytes, HUGE_PAGE) : bytes);
@@ -58,10 +61,10 @@ class Pool {
   static void give_back(void* data, int64_t bytes) {
     Pool& pool = instance();
     std::lock_guard<std::mutex> lock(pool.mutex_);
-    Slot& slot = pool.slots_[pool.next_];
     if (bytes > CAPACITY / 2) return std::free(data);  // a large piece leaves no room for others
     // The next slot of the ring is reused. It may be empty, or hold the oldest piece. That piece is
     // freed even if the new one does not fit.
+    Slot& slot = pool.slots_[pool.next_];
     pool.next_ = (pool.next_ + 1) % SLOTS;
     if (slot.data) pool.held_ -= slot.bytes, std::free(slot.data);
     slot = {nullptr, 0};

@@ -28,12 +28,13 @@ class BlockOutput {
   // keys that exist. It may be in a scratch buffer, which the next call overwrites.
   RowView tile_operand(const RowBlock<Phi>& block, int64_t start_k) {
     const Params& params = block.params;
-    int64_t first = block.key_begin + start_k, stop = std::min(first + BLOCK_K, params.key_length);
+    int64_t first_key = block.key_begin + start_k, stop_key = std::min(first_key + BLOCK_K, params.key_length);
     auto values = [&] {
-      return view_values(params, *block.key_data, block.batch_index, block.key_head, first, stop, value_scratch);
+      return view_values(params, *block.key_data, block.batch_index, block.key_head, first_key, stop_key,
+                         value_scratch);
     };
     if (!params.laser) return values();
-    return column_shift.exp_values(*block.key_data, values, first, stop - first, block.padded_value_dim,
+    return column_shift.exp_values(*block.key_data, values, first_key, stop_key - first_key, block.padded_value_dim,
                                    params.value_dim);
   }
 
@@ -50,10 +51,9 @@ class BlockOutput {
     for (int64_t r = 0; r < block.n_rows; ++r) {
       if (zero_weights[r] || block.fully_masked[r] || !std::isfinite(block.norm[r])) continue;
       bool ready = false;
-      // A re-weighted row sums u^p, whose largest is 1; in a tied row all u are nearly equal. In
-      // both, no weight that matters underflows. Without re-weighting all phi of a row may be tiny.
-      // A phi below 1e-38 is lost, and with it a weight of up to 1e-38 / norm: the limit grows like
-      // that weight.
+      // A phi below 1e-38 underflows. Relative to norm that is a weight of 1e-38 / norm, so the
+      // limit grows as 1 / norm. Re-weighted rows need no such factor: their largest u^p is 1, in
+      // tied rows from 1 to 2.
       float smallest_sum = params.reweighted ? SMALL_SUM : SMALL_SUM / std::min(block.norm[r], 1.0f);
       for (int64_t d = 0; d < params.value_dim; ++d) {
         if (!sees_large[r * params.value_dim + d] && !(out[r * block.padded_value_dim + d] < smallest_sum)) continue;
@@ -119,9 +119,9 @@ class BlockOutput {
     block.each_tile([&](int64_t start_k) {
       if (values_in_place(block))
         return with_element(block.params.dtype, [&](auto element) {
-          int64_t first = block.key_begin + start_k;
+          int64_t first_key = block.key_begin + start_k;
           add_dense_tile(block, start_k,
-                         row_pointer<decltype(element)>(value, block.batch_index, block.key_head, first),
+                         row_pointer<decltype(element)>(value, block.batch_index, block.key_head, first_key),
                          value.stride[2]);
         });
       RowView v = tile_operand(block, start_k);
@@ -149,13 +149,13 @@ class BlockOutput {
       int64_t depth = std::min(strip_keys.end, end) - strip_keys.begin,
               strip_rows = std::min<int64_t>(MR, block.n_rows - r);
       const float* a = block.tile_row(r, start_k) + strip_keys.begin;  // [strip_rows, BLOCK_K]
-      bool read_stored = true;
-      for (int64_t i = 0; i < strip_rows; ++i) read_stored &= block.products_read_stored(r + i);
-      if (!read_stored) {
+      bool all_read_stored = true;
+      for (int64_t i = 0; i < strip_rows; ++i) all_read_stored &= block.reads_stored_as_weights(r + i);
+      if (!all_read_stored) {
         for (int64_t i = 0; i < strip_rows; ++i)
           block.with_row_phi(r + i, [&](auto phi) {
             // A row's output does not depend on the other rows of its strip.
-            vfloat scale = splat(block.products_read_stored(r + i) ? 1.0f : block.weight_scale[r + i]);
+            vfloat scale = splat(block.reads_stored_as_weights(r + i) ? 1.0f : block.weight_scale[r + i]);
             for (int64_t j = 0; j < strip_keys.end - strip_keys.begin; j += W)
               store(weights + i * BLOCK_K + j, phi.value(load(a + i * BLOCK_K + j)) * scale);
             if (block.params.drop_below) block.apply_dropout(r + i, strip_keys, weights + i * BLOCK_K);
@@ -185,7 +185,7 @@ class BlockOutput {
       factor = std::numeric_limits<float>::quiet_NaN();  // u and its sum may be finite
     else if (block.params.reweighted)
       factor = (inverse_power_sum[r] = power_sum == 0.0f ? 1.0f : 1.0f / power_sum) * block.dropout.keep_scale;
-    else if (block.products_read_stored(r))
+    else if (block.reads_stored_as_weights(r))
       factor = block.weight_scale[r];
     float* row = out + r * block.padded_value_dim;
     for (int64_t d = 0; d < block.padded_value_dim; d += W) store(row + d, load(row + d) * factor);

@@ -75,8 +75,8 @@ struct KeyHeadData {
   }
 };
 
-// The W rows [W, width] become W columns of a panel [width, PANEL], from `panel` on. Dimensions
-// after the last whole vector are copied one by one.
+// The W rows [W, width] become W columns of a panel [width, PANEL]. `panel` is the address of the
+// first of these columns. Dimensions after the last whole vector are copied one by one.
 inline void transpose_rows(const float* rows, int64_t row_stride, int64_t width, float* panel) {
   for (int64_t d = 0; d < width; d += W) {
     if (d + W <= width) {

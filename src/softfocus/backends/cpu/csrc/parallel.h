@@ -79,15 +79,15 @@ inline void concatenate(const std::vector<std::vector<ValueIndex>>& lists, int64
   for (int64_t i = first; i < first + n; ++i) to.insert(to.end(), lists[i].begin(), lists[i].end());
 }
 
-// Packs the key heads [first, first + n) of all B * Hk. key_data_at_once: [n] or more, one per key
-// head packed in this round. Returns false if memory ran out.
-inline bool pack_key_heads(const Params& params, std::vector<KeyHeadData>& key_data_at_once, int64_t first, int64_t n,
-                           bool backward) {
+// Packs the key heads [first_key_head, first_key_head + n) of all B * Hk. key_data_at_once: [n] or
+// more, one per key head packed in this round. Returns false if memory ran out.
+inline bool pack_key_heads(const Params& params, std::vector<KeyHeadData>& key_data_at_once, int64_t first_key_head,
+                           int64_t n, bool backward) {
   int64_t parts = ceil_div(params.key_length, PACK_KEYS);
   std::vector<std::vector<ValueIndex>> nonfinite(n * parts), large(n * parts);
   bool done = parallel_for(params.threads, n * parts, [&](int64_t item) {
     KeyHeadData& key_data = key_data_at_once[item / parts];
-    int64_t key_head_index = first + item / parts;  // of all B * Hk
+    int64_t key_head_index = first_key_head + item / parts;  // of all B * Hk
     int64_t b = key_head_index / params.key_heads, key_head = key_head_index % params.key_heads;
     int64_t start = item % parts * PACK_KEYS, stop = std::min(start + PACK_KEYS, params.key_length);
     pack_keys(params, key_data, b, key_head, start, stop);
@@ -99,8 +99,8 @@ inline bool pack_key_heads(const Params& params, std::vector<KeyHeadData>& key_d
     concatenate(nonfinite, i * parts, parts, key_data_at_once[i].nonfinite_values);
     concatenate(large, i * parts, parts, key_data_at_once[i].large_values);
     key_data_at_once[i].any_nonfinite_key = false;
-    for (int64_t j = 0; j < params.key_length; ++j)
-      key_data_at_once[i].any_nonfinite_key |= key_data_at_once[i].key_nonfinite[j];
+    for (int64_t key = 0; key < params.key_length; ++key)
+      key_data_at_once[i].any_nonfinite_key |= key_data_at_once[i].key_nonfinite[key];
   }
   return true;
 }

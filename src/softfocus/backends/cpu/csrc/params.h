@@ -22,10 +22,15 @@ enum Normaliser : int64_t { L1, NONE, ONE_OVER_N, ONE_OVER_L, ONE_OVER_SQRT_HALF
 // Row i has position i + Lk - Lq: the queries are the last positions (bottom-right alignment).
 struct Params {
   int64_t batch, heads, key_heads, query_length, key_length, head_dim, value_dim;
-  int64_t left, right;  // the window: keys before and after a row's own position; -1 for no bound
-  // In this order: Dtype; 0 or 1; LengthScale; ScoreBias; the index of phi in pointwise.FUSED;
-  // Normaliser; 0 or 1; 0 or 1
-  int64_t dtype, cosine, length_scale, score_bias, phi, normaliser, reweighted, laser;
+  int64_t left, right;   // the window: keys before and after a row's own position; -1 for no bound
+  int64_t dtype;         // Dtype
+  int64_t cosine;        // bool
+  int64_t length_scale;  // LengthScale
+  int64_t score_bias;    // ScoreBias
+  int64_t phi;           // index in pointwise.FUSED
+  int64_t normaliser;    // Normaliser
+  int64_t reweighted;    // bool
+  int64_t laser;         // bool
   int64_t threads;
   // Philox's key. A weight is dropped if its 16 random bits are below drop_below; 0: no dropout.
   int64_t seed, drop_below;

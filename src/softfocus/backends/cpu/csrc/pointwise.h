@@ -17,7 +17,7 @@ constexpr float MIN_NORMAL = std::numeric_limits<float>::min();
 //     to_stored(s)          the stored form of a score
 //     value(stored)         phi(s)
 //     derivative(stored)    phi'(s)
-// Where e^(s - m) is stored, both are times e^-m, as is `norm`: the factor cancels in the weights.
+// Where e^(s - m) is stored, these two and `norm` carry e^-m, which cancels in the weights.
 // For LASER, accurate even where phi(s) itself underflows:
 //     log_value(s)               log phi(s), from the score; -inf where phi(s) is 0
 //     log_derivative(stored)     phi'(s) / phi(s); finite also where phi(s) is 0
@@ -29,7 +29,7 @@ struct Pointwise {
   static constexpr bool has_exp_tail = false;
   // phi(s) = 0 for all s < 0: such keys have weight 0 (single_key, has_weight)
   static constexpr bool has_zeros = false;
-  // to_stored(stored) = to_stored(s) and log_value(stored) = log_value(s): s need not be known
+  // to_stored() and log_value() give the same for the stored form as for s: LASER needs no s again
   static constexpr bool stored_stands_for_score = false;
   static constexpr float stored_masked = 0.0f;  // stored for a key that the row does not see
   static vfloat to_stored(vfloat s) { return s; }

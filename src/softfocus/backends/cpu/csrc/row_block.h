@@ -48,10 +48,8 @@ constexpr int64_t SQUARING_LIMIT = 32;
 // limit, as much as the forward's scores at 16K keys. Chosen, not measured.
 constexpr int64_t DENSE_BACKWARD_KEYS = 8192;
 
-// Tiles that are summed in float before the sum moves to a DoubleSum: 64 terms in a lane, however
-// wide the vectors. Such a sum of equal terms, as in a tied row, errs by 2^-19 at most, an eighth
-// of TIE_TOLERANCE; a sum of any terms by 2^-18. Tiles are counted as they come: masks skip some,
-// and decoding visits them interleaved.
+// Tiles that are summed in float before the sum moves to a DoubleSum. That is 64 float terms per
+// lane: equal terms err by at most 2^-19, an eighth of TIE_TOLERANCE (docs/kernels-cpu.md).
 constexpr int64_t TILES_PER_SUM = W / 2;
 static_assert(TILES_PER_SUM * BLOCK_K / W == 64);
 
@@ -120,12 +118,12 @@ class RowBlock : public BlockVisibility {
   // [BLOCK_Q, padded_dim]; unit vectors for cosine similarity. A query with a non-finite element is
   // 0 as a whole.
   Buffer<float> queries;
-  Buffer<float> scaled_queries;  // [BLOCK_Q, padded_dim], times score_scale: for key gradients
-  // Where uses_amx(): [BLOCK_Q, D in whole tiles]. Such queries and the rows after the last are 0.
+  // Where uses_amx(): [BLOCK_Q, D in whole tiles]. Non-finite queries, and rows after the last, are
+  // 0.
   Buffer<bfloat16> amx_queries;
   float base_scale[BLOCK_Q];  // c_i without the head scale
-  // c_i; multiplies the dot products, not the query, which would round once more (key gradients do
-  // use scaled_queries)
+  // c_i; multiplies the dot products, not the query, which would round once more (for key gradients
+  // it does: RowGradients::scaled_queries)
   float score_scale[BLOCK_Q];
   float dot_scale[BLOCK_Q];    // score_scale; where uses_amx(), times what pack_amx_row() returned
   float row_bias[BLOCK_Q];     // b_i
@@ -151,7 +149,6 @@ class RowBlock : public BlockVisibility {
         padded_value_dim(round_up(params.value_dim, W)),
         stored(max_rows * (max_row_stride - W)),
         queries(BLOCK_Q * padded_dim),
-        scaled_queries(BLOCK_Q * padded_dim),
         amx_queries(uses_amx(params) ? BLOCK_Q * round_up(params.head_dim, AMX_DIMS) : 0),
         dropout(params, max_rows, max_row_stride - W),
         amx(uses_amx(params)),
@@ -194,17 +191,17 @@ class RowBlock : public BlockVisibility {
     f(Phi{});
   }
 
-  // With the l1 norm: whether sums over a row may take phi in place of the weights
-  bool sums_take_phi(int64_t r) const { return norm[r] >= SMALL_NORM && norm[r] <= LARGE_NORM; }
+  // With the l1 norm: whether sums over a row may take phi in place of the weights (SMALL_NORM)
+  bool norm_in_safe_range(int64_t r) const { return norm[r] >= SMALL_NORM && norm[r] <= LARGE_NORM; }
 
   // For rows without re-weighting: whether the products read the stored scores of a row in place of
   // its weights; weight_scale then multiplies the output. exp, and softplus in rows whose scores
   // are all below EXP_TAIL, store e^(s - m). Other rows of softplus store phi. relu and relu6 store
   // phi, too, but their products always read weights. A fully masked row stores zeros, so that its
   // output is 0 in both ways.
-  bool products_read_stored(int64_t r) const {
+  bool reads_stored_as_weights(int64_t r) const {
     return !params.drop_below && params.normaliser == L1 &&
-           (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>) && (sums_take_phi(r) || fully_masked[r]);
+           (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>) && (norm_in_safe_range(r) || fully_masked[r]);
   }
 
   // One element of V, 0 where non-finite
@@ -303,15 +300,15 @@ class RowBlock : public BlockVisibility {
 
   // row_scores.inl.h
   void read_queries();
-  void compute_scores(int64_t first, int64_t stop, bool keep_scores);
+  void compute_scores(int64_t first_row, int64_t stop_row, bool keep_scores);
   template <bool KEEP_SCORES, typename F>
-  void score_rows(int64_t first, int64_t stop, vfloat* phi_sums, vfloat* maxima, F&& after_tile);
+  void score_rows(int64_t first_row, int64_t stop_row, vfloat* phi_sums, vfloat* maxima, F&& after_tile);
   template <bool KEEP_SCORES>
-  void score_tile(int64_t first, int64_t stop, int64_t start_k, vfloat* phi_sums, vfloat* maxima);
+  void score_tile(int64_t first_row, int64_t stop_row, int64_t start_k, vfloat* phi_sums, vfloat* maxima);
   void strip_dots(int64_t r, int64_t start_k, KeyRange strip_keys, bool one_row);
-  void amx_tile_dots(int64_t first, int64_t stop, int64_t start_k);
+  void amx_tile_dots(int64_t first_row, int64_t stop_row, int64_t start_k);
   static void prefetch_strip(float* to);
-  KeyRange fully_seen(int64_t r, KeyRange range) const;
+  KeyRange range_visible_to_all(int64_t r, KeyRange range) const;
   template <bool KEEP_SCORES>
   void convert_strip(int64_t r, int64_t start_k, KeyRange range, vfloat* phi_sums, vfloat* maxima);
   template <bool KEEP_SCORES>

@@ -13,7 +13,7 @@ inline void RowBlock<Phi>::read_queries() {
   int64_t amx_width = round_up(params.head_dim, AMX_DIMS);
   if (amx) std::fill(amx_queries + n_rows * amx_width, amx_queries + BLOCK_Q * amx_width, bfloat16{0});
   for (int64_t r = 0; r < padded_rows(); ++r) {
-    float *query = queries + r * padded_dim, *scaled = scaled_queries + r * padded_dim;
+    float* query = queries + r * padded_dim;
     std::fill(query, query + padded_dim, 0.0f);
     query_nonfinite[r] = false;
     base_scale[r] = row_bias[r] = 0.0f;
@@ -34,47 +34,47 @@ inline void RowBlock<Phi>::read_queries() {
     // A NaN that exp_negative() propagates (elementary.h)
     if (std::isnan(score_scale[r])) score_scale[r] = std::numeric_limits<float>::quiet_NaN();
     dot_scale[r] *= score_scale[r];
-    for (int64_t d = 0; d < padded_dim; ++d) scaled[d] = query[d] * score_scale[r];
   }
 }
 
-// Computes stored scores, norm and maximum of the rows [first, stop): all rows of the block, or one
-// row. With `keep_scores`, and where maximum_first, it stores s itself, and norm is 0.
+// Computes stored scores, norm and maximum of the rows [first_row, stop_row): all rows of the
+// block, or one row. With `keep_scores`, and where maximum_first, it stores s itself, and norm is 0.
 template <typename Phi>
-inline void RowBlock<Phi>::compute_scores(int64_t first, int64_t stop, bool keep_scores) {
+inline void RowBlock<Phi>::compute_scores(int64_t first_row, int64_t stop_row, bool keep_scores) {
   DoubleSum totals[BLOCK_Q];
   vfloat phi_sums[BLOCK_Q], maxima[BLOCK_Q];
-  for (int64_t r = first; r < stop; ++r) phi_sums[r] = vfloat{}, maxima[r] = splat(-INF);
+  for (int64_t r = first_row; r < stop_row; ++r) phi_sums[r] = vfloat{}, maxima[r] = splat(-INF);
   int64_t tiles = 0;
   auto after_tile = [&] {
     if (++tiles % TILES_PER_SUM != 0) return;
-    for (int64_t r = first; r < stop; ++r) totals[r].add(phi_sums[r]), phi_sums[r] = vfloat{};
+    for (int64_t r = first_row; r < stop_row; ++r) totals[r].add(phi_sums[r]), phi_sums[r] = vfloat{};
   };
   if (keep_scores || maximum_first)
-    score_rows<true>(first, stop, phi_sums, maxima, after_tile);
+    score_rows<true>(first_row, stop_row, phi_sums, maxima, after_tile);
   else
-    score_rows<false>(first, stop, phi_sums, maxima, after_tile);
-  for (int64_t r = first; r < stop; ++r) {
+    score_rows<false>(first_row, stop_row, phi_sums, maxima, after_tile);
+  for (int64_t r = first_row; r < stop_row; ++r) {
     totals[r].add(phi_sums[r]);
     norm[r] = float(totals[r].total()), maximum[r] = reduce_max(maxima[r]);
   }
 }
 
-// Computes stored scores of the rows [first, stop). phi_sums and maxima [BLOCK_Q], indexed by row,
-// are lane-wise and updated. `after_tile` is called after each tile.
+// Computes stored scores of the rows [first_row, stop_row). phi_sums and maxima [BLOCK_Q], indexed
+// by row, are lane-wise and updated. `after_tile` is called after each tile.
 template <typename Phi>
 template <bool KEEP_SCORES, typename F>
-inline void RowBlock<Phi>::score_rows(int64_t first, int64_t stop, vfloat* phi_sums, vfloat* maxima, F&& after_tile) {
+inline void RowBlock<Phi>::score_rows(int64_t first_row, int64_t stop_row, vfloat* phi_sums, vfloat* maxima,
+                                      F&& after_tile) {
   if (key_data->packed)
     return each_tile([&](int64_t start_k) {
-      score_tile<KEEP_SCORES>(first, stop, start_k, phi_sums, maxima);
+      score_tile<KEEP_SCORES>(first_row, stop_row, start_k, phi_sums, maxima);
       after_tile();
     });
   decode_dots.compute(
-      *this, queries + first * padded_dim, stop - first,
-      [&](int64_t r, int64_t j) { return tile_row(first + r, j / BLOCK_K * BLOCK_K) + j; },
+      *this, queries + first_row * padded_dim, stop_row - first_row,
+      [&](int64_t r, int64_t j) { return tile_row(first_row + r, j / BLOCK_K * BLOCK_K) + j; },
       [&](int64_t start_k) {
-        for (int64_t r = first; r < stop; ++r)
+        for (int64_t r = first_row; r < stop_row; ++r)
           if (KeyRange strip_keys = strip_range(r, start_k); !strip_keys.empty())
             convert_row<KEEP_SCORES>(r, start_k, strip_keys, phi_sums[r], maxima[r]);
         after_tile();
@@ -84,23 +84,25 @@ inline void RowBlock<Phi>::score_rows(int64_t first, int64_t stop, vfloat* phi_s
 // Computes the stored scores of a tile from packed keys: strip by strip, or for one row.
 template <typename Phi>
 template <bool KEEP_SCORES>
-inline void RowBlock<Phi>::score_tile(int64_t first, int64_t stop, int64_t start_k, vfloat* phi_sums, vfloat* maxima) {
+inline void RowBlock<Phi>::score_tile(int64_t first_row, int64_t stop_row, int64_t start_k, vfloat* phi_sums,
+                                      vfloat* maxima) {
   // One row: recomputed for its exponential tail or for LASER, or the only row of the block
-  bool one_row = stop - first == 1;
-  if (amx) amx_tile_dots(first, stop, start_k);
+  bool one_row = stop_row - first_row == 1;
+  if (amx) amx_tile_dots(first_row, stop_row, start_k);
   // Whole strips are converted at once if the masks hide nothing of the tile, no bias is given and
   // no key of the key head is non-finite.
-  bool by_strips = !one_row && tile_full(start_k) && !params.bias.data && !key_data->any_nonfinite_key;
-  for (int64_t r = first; r < stop; r += one_row ? 1 : MR) {
+  bool by_strips = !one_row && tile_unmasked(start_k) && !params.bias.data && !key_data->any_nonfinite_key;
+  for (int64_t r = first_row; r < stop_row; r += one_row ? 1 : MR) {
     KeyRange strip_keys = strip_range(r, start_k);
     if (strip_keys.empty()) continue;
     if (!one_row && has_next_tile(start_k)) prefetch_strip(tile_row(r, start_k) + start_k + max_rows * BLOCK_K);
     if (!amx) strip_dots(r, start_k, strip_keys, one_row);
-    KeyRange seen_by_all = by_strips ? fully_seen(r, strip_keys) : KeyRange{strip_keys.end, strip_keys.end};
-    if (!seen_by_all.empty()) convert_strip<KEEP_SCORES>(r, start_k, seen_by_all, phi_sums + r, maxima + r);
+    KeyRange visible_to_all =
+        by_strips ? range_visible_to_all(r, strip_keys) : KeyRange{strip_keys.end, strip_keys.end};
+    if (!visible_to_all.empty()) convert_strip<KEEP_SCORES>(r, start_k, visible_to_all, phi_sums + r, maxima + r);
     for (KeyRange remaining :
-         {KeyRange{strip_keys.begin, seen_by_all.begin}, KeyRange{seen_by_all.end, strip_keys.end}})
-      for (int64_t i = r; i < std::min(r + (one_row ? 1 : MR), stop) && !remaining.empty(); ++i)
+         {KeyRange{strip_keys.begin, visible_to_all.begin}, KeyRange{visible_to_all.end, strip_keys.end}})
+      for (int64_t i = r; i < std::min(r + (one_row ? 1 : MR), stop_row) && !remaining.empty(); ++i)
         convert_row<KEEP_SCORES>(i, start_k, remaining, phi_sums[i], maxima[i]);
   }
 }
@@ -124,26 +126,26 @@ inline void RowBlock<Phi>::strip_dots(int64_t r, int64_t start_k, KeyRange strip
   }
 }
 
-// The same on AMX for the rows [first, stop), 16 at a time. The keys are those that one of the 16
-// sees. A row therefore also gets dot products outside its strip's range, which are not used. The
-// factors of query and key (dot_scale, key_factor) are applied later, by convert_strip() and
-// convert_row(). A row's dot products do not depend on the rows beside it: a row that is computed
-// alone gets the same ones.
+// The same on AMX for the rows [first_row, stop_row), 16 at a time. The keys are those that one of
+// the 16 sees. A row therefore also gets dot products outside its strip's range, which are not
+// used. The factors of query and key (dot_scale, key_factor) are applied later, by convert_strip()
+// and convert_row(). A row's dot products do not depend on the rows beside it: a row that is
+// computed alone gets the same ones.
 template <typename Phi>
-inline void RowBlock<Phi>::amx_tile_dots([[maybe_unused]] int64_t first, [[maybe_unused]] int64_t stop,
+inline void RowBlock<Phi>::amx_tile_dots([[maybe_unused]] int64_t first_row, [[maybe_unused]] int64_t stop_row,
                                          [[maybe_unused]] int64_t start_k) {
 #if SOFTFOCUS_AMX
   AmxRegisters registers;
   int64_t width = round_up(params.head_dim, AMX_DIMS);
-  for (int64_t rows = first / AMX_ROWS * AMX_ROWS; rows < stop; rows += AMX_ROWS) {
-    int64_t begin = std::max(first, rows), end = std::min(stop, rows + AMX_ROWS);
+  for (int64_t rows = first_row / AMX_ROWS * AMX_ROWS; rows < stop_row; rows += AMX_ROWS) {
+    int64_t begin = std::max(first_row, rows), end = std::min(stop_row, rows + AMX_ROWS);
     KeyRange keys{BLOCK_K + start_k, start_k};  // empty
     for (int64_t r = begin; r < end; ++r)
       if (KeyRange strip_keys = strip_range(r, start_k); !strip_keys.empty())
         keys = {std::min(keys.begin, strip_keys.begin), std::max(keys.end, strip_keys.end)};
     // AMX writes 16 rows. `stored` may end before the last of them. If only one row is computed,
     // the other rows must keep their stored scores.
-    bool in_place = rows + AMX_ROWS <= max_rows && stop - first > 1;
+    bool in_place = rows + AMX_ROWS <= max_rows && stop_row - first_row > 1;
     alignas(64) float scratch[AMX_ROWS * 2 * AMX_ROWS];  // [AMX_ROWS, 2 AMX_ROWS]
     for (int64_t j = keys.begin; j < keys.end; j += 2 * AMX_ROWS) {
       int64_t key = key_begin + j, n = std::min(2 * AMX_ROWS, keys.end - j);
@@ -175,7 +177,7 @@ inline void RowBlock<Phi>::prefetch_strip(float* to) {
 // there is none, or the strip has a row after the block's last or a non-finite query, it is
 // {range.end, range.end}: convert_row() then takes the whole range.
 template <typename Phi>
-inline KeyRange RowBlock<Phi>::fully_seen(int64_t r, KeyRange range) const {
+inline KeyRange RowBlock<Phi>::range_visible_to_all(int64_t r, KeyRange range) const {
   bool all = r + MR <= n_rows;
   int64_t begin = range.begin, end = range.end;
   for (int64_t i = r; i < r + MR; ++i) {
@@ -249,11 +251,12 @@ inline vfloat RowBlock<Phi>::load_bias(int64_t r, int64_t j) const {
   const TensorView& x = params.bias;
   const float* from = static_cast<const float*>(x.data) + batch_index * x.stride[0] + query_head * x.stride[1] +
                       (start_q + r) * x.stride[2];
+  int64_t first_key = key_begin + j, n_keys = std::min<int64_t>(W, params.key_length - first_key);
   vfloat y = vfloat{};
-  for (int i = 0; i < W; ++i) {
-    int64_t key = key_begin + j + i;
-    if (key < params.key_length) y[i] = from[key * x.stride[3]];
-  }
+  if (x.stride[3] == 1 && n_keys == W)
+    y = load(from + first_key);
+  else
+    for (int64_t i = 0; i < n_keys; ++i) y[i] = from[(first_key + i) * x.stride[3]];
   // A NaN that exp_negative() propagates (elementary.h)
   return y == y ? y : splat(std::numeric_limits<float>::quiet_NaN());
 }

@@ -63,10 +63,9 @@ inline void RowBlock<Phi>::set_reweighting(int64_t r) {
   threshold[r] = threshold_on[r] * mean;
   inverse_spread[r] = 1.0f / (largest_phi - threshold[r]);
   power[r] = params.head_power ? params.head_power[query_head] : float(params.power);
-  // The gradients contain p u^(p-1). For a key at or below live_threshold p u^(p-1) is at most
-  // eps/2, and its sum over all N such keys is at most p^2 eps/2. Rounding u by eps/2 changes
-  // p u^(p-1) by about p^2 eps/2 at u = 1. What is left out is no larger than that. LASER: a small
-  // weight may multiply a large e^(V - M), so every key with u > 0 is live.
+  // Drops keys whose p u^(p-1), the factor of their gradients, is at most eps/2 and adds up to at
+  // most p^2 eps/2 over N keys: about what rounding u by eps/2 changes at u = 1. LASER drops none
+  // with u > 0: e^(V - M) may be large.
   float p = power[r];
   if (p > 1.0f && !params.laser) {
     // The largest u^(p-1) that is left out

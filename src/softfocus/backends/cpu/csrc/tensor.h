@@ -48,11 +48,10 @@ inline vhalf to_float16(vfloat x) {
   return __builtin_convertvector(u | sign, vhalf);
 }
 
-// How many dtypes there are. The backend raises a RuntimeError unless this is the length of
-// CARRIES.dtypes (__init__.py). The kernels therefore get no other number. The functions below rely
-// on that: to them every number but FLOAT32 and BFLOAT16 is FLOAT16. An error path in them would
-// change what the compiler inlines into hot loops. A new Dtype needs a case here (-Werror=switch)
-// and a branch in read_element(), read_row(), write_row() and with_element().
+// Counted so that Python can refuse a dtype that the kernels lack (__init__.py). The functions
+// below treat every other number as FLOAT16: an error branch would bloat hot loops. A new Dtype
+// needs a case here (-Werror=switch) and a branch in read_element(), read_row(), write_row() and
+// with_element().
 constexpr int64_t count_dtypes() {
   int64_t n = 0;
   for (bool known = true; known; n += known) {

@@ -30,19 +30,19 @@ inline void read_masks(const Params& params, int64_t b, int64_t h, int64_t query
   std::memset(to, 1, end - begin);
   if (params.key_mask.data) {
     const uint8_t* x = static_cast<const uint8_t*>(params.key_mask.data) + b * params.key_mask.stride[0];
-    for (int64_t j = begin; j < end; ++j) to[j - begin] &= x[j * params.key_mask.stride[3]] != 0;
+    for (int64_t key = begin; key < end; ++key) to[key - begin] &= x[key * params.key_mask.stride[3]] != 0;
   }
   if (params.document_ids.data) {
     const int64_t* x = static_cast<const int64_t*>(params.document_ids.data) + b * params.document_ids.stride[0];
     // position >= 0: attention() requires Lq <= Lk with document_ids.
     int64_t stride = params.document_ids.stride[3], position = query + params.key_length - params.query_length,
             document = x[position * stride];
-    for (int64_t j = begin; j < end; ++j) to[j - begin] &= uint8_t(x[j * stride] == document);
+    for (int64_t key = begin; key < end; ++key) to[key - begin] &= uint8_t(x[key * stride] == document);
   }
   if (params.mask.data) {
     const uint8_t* x = static_cast<const uint8_t*>(params.mask.data) + b * params.mask.stride[0] +
                        h * params.mask.stride[1] + query * params.mask.stride[2];
-    for (int64_t j = begin; j < end; ++j) to[j - begin] &= x[j * params.mask.stride[3]] != 0;
+    for (int64_t key = begin; key < end; ++key) to[key - begin] &= x[key * params.mask.stride[3]] != 0;
   }
 }
 
@@ -54,10 +54,10 @@ struct KeyRange {
   int64_t vectors() const { return (end - begin) / W; }
 };
 
-// How much the masks leave visible of the part of a tile that is inside the window: nothing, some,
-// all. A tile that only the window cuts is FULL: strip_range() keeps what the window lets at least
-// one row of a strip see, and fully_seen() and convert_row() cut the rows.
-enum TileMask : uint8_t { EMPTY, PARTIAL, FULL };
+// How much the masks hide of the part of a tile that is inside the window: all, some, nothing. A
+// tile that only the window cuts is MASK_NONE: strip_range() keeps what the window lets at least
+// one row of a strip see, and range_visible_to_all() and convert_row() cut the rows.
+enum TileMask : uint8_t { MASK_ALL, MASK_SOME, MASK_NONE };
 
 // A block of query rows and the keys that it sees. The offset j of a key counts from key_begin;
 // start_k is the offset of a tile's first key.
@@ -128,8 +128,8 @@ class BlockVisibility {
     return {begin, end};
   }
 
-  bool tile_visible(int64_t start_k) const { return !masks_given || tile_masks[start_k / BLOCK_K]; }
-  bool tile_full(int64_t start_k) const { return !masks_given || tile_masks[start_k / BLOCK_K] == FULL; }
+  bool tile_visible(int64_t start_k) const { return !masks_given || tile_masks[start_k / BLOCK_K] != MASK_ALL; }
+  bool tile_unmasked(int64_t start_k) const { return !masks_given || tile_masks[start_k / BLOCK_K] == MASK_NONE; }
 
   // Whether row r sees a key, which is given by its index in [0, Lk)
   bool sees(int64_t r, int64_t key) const {
@@ -199,7 +199,7 @@ class BlockVisibility {
         any |= n_seen > 0;
         all &= n_seen == end - begin;
       }
-      tile_masks[start_k / BLOCK_K] = any ? (all ? FULL : PARTIAL) : EMPTY;
+      tile_masks[start_k / BLOCK_K] = any ? (all ? MASK_NONE : MASK_SOME) : MASK_ALL;
     }
   }
 };

@@ -15,7 +15,7 @@ from softfocus.backends.triton.kernels import loading, masking, products, scorin
 from softfocus.backends.triton.kernels.pointwise import LOG2E
 
 LARGE_VALUE = tl.constexpr(30.0)  # unmeasured
-"""As in ``cpu/csrc/laser.h``, which derives both limits. e^30 = 1e13 is also far from overflow."""
+"""docs/kernels-cpu.md derives both limits. e^30 = 1e13 is also far from overflow."""
 SMALL_SUM = tl.constexpr(1e-12)
 """A row is marked if its sum of weights times e^V, before the division by the sum of the weights,
 is below SMALL_SUM max(sum of the weights, 1).
