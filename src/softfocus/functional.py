@@ -157,7 +157,7 @@ def attention(
         and not return_statistics
         and type(dropout_p) in (float, int)
         and not dropout_p
-        and ops.unwatched(query, key, value)
+        and ops.can_bypass_dispatcher(query, key, value)
     ):
         layout = _layout(query, key, value, is_causal, scale, enable_gqa, mechanism, window_size, backend)
         if runner := ops.runners.get(layout):

@@ -93,11 +93,11 @@ None.
 
 def run(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """Returns what ``attend`` returns. Two kinds of calls run without the operator: those of the
-    reference, which torch differentiates, and those that are :func:`unwatched`.
+    reference, which torch differentiates, and those that :func:`can_bypass_dispatcher`.
     """
     leaves = pack(call)
     tensors = [x for x in compress(leaves, _HOLD_TENSORS) if x is not None]
-    if (backend == "reference" and call.cache is None) or unwatched(*tensors):
+    if (backend == "reference" and call.cache is None) or can_bypass_dispatcher(*tensors):
         return _forward(call, backend)
     refuse_tangents(*tensors)
     _refuse_functional_gradients()
@@ -159,7 +159,7 @@ def add_runner(call: Call, backend: str, layout: Hashable) -> Runner | None:
     """Store a backend's runner for calls of this layout in ``runners``, and return it. None if the
     backend has no runner.
 
-    A runner may be called only where :func:`unwatched` is true.
+    A runner may be called only where :func:`can_bypass_dispatcher` is true.
     """
     make = _load(backend).runner
     runner = None if make is None else make(call)
@@ -173,7 +173,7 @@ def add_runner(call: Call, backend: str, layout: Hashable) -> Runner | None:
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 try:  # private names of torch, which may change
-    _WATCHERS: tuple[Callable[[], Any], ...] = (
+    _OBSERVERS: tuple[Callable[[], Any], ...] = (
         torch._C._len_torch_dispatch_stack,
         torch._C._functorch.peek_interpreter_stack,
         torch._C._get_tracing_state,
@@ -182,10 +182,10 @@ try:  # private names of torch, which may change
     forward_ad._current_level  # noqa: B018
     torch.empty(0)._is_zerotensor()
 except (AttributeError, TypeError):
-    _WATCHERS = (lambda: True,)  # without them every call takes the operator
+    _OBSERVERS = (lambda: True,)  # without them every call takes the operator
 
 
-def unwatched(*tensors: Tensor) -> bool:
+def can_bypass_dispatcher(*tensors: Tensor) -> bool:
     """Whether a call may bypass torch's dispatcher, which takes as long as a decode step on a short
     cache.
 
@@ -195,8 +195,8 @@ def unwatched(*tensors: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return False
-    for watches in _WATCHERS:
-        if watches():
+    for observes in _OBSERVERS:
+        if observes():
             return False
     recording = torch.is_grad_enabled()
     for x in tensors:
