@@ -217,15 +217,21 @@ def test_what_is_said_of_other_starts_is_measured():
     smaller, half = (by_row("starts")[f"softmax-{at}-half"] for at in ("4", "6"))
     for group, start in ((smaller, "0.04"), (half, "0.0625")):
         same = cell(on_text()[start]["Softmax"], *HERE).values
-        assert all(a < b for a, b in zip(cell(group, *HERE).values, same, strict=True))
-    assert len(half.evaluations) == 3
-    assert f"At 2e-3 its loss from 0.0625 is {shown_loss(cell(half, *HERE))}, lower than at 4e-3" in TEXT
+        assert all(a < b for a, b in zip(cell(group, *HERE).values[: len(same)], same, strict=True))
+    assert len(half.evaluations) == 8
+    text = f"At 2e-3 its loss from 0.0625 is {shown_loss(cell(half, *HERE))} (eight seeds), lower than at 4e-3 from"
+    assert text in TEXT
     both = {"half": half, "best": on_text()["0.09"]["Softmax"]}
     here, far = (said(beside(both, "half", "best", at)) for at in (HERE, WINDOWED))
     assert here.endswith(", inconclusive")
     assert far.endswith(", inconclusive")
     here, far = (text.removesuffix(", inconclusive") for text in (here, far))
     assert f"is {here} at the training length and, at 16 times it, where both have the window, {far}. Both" in TEXT
+    both["heads"] = on_text()["0.0625"][HEADS]
+    leads = beside(both, "heads", "half", HERE), beside(both, "heads", "half", FAR, WINDOWED)
+    assert all(one.sure for one in leads)
+    text = "global heads from 0.0625 are by {} and, as trained at 16 times the length, by {}."
+    assert text.format(*(shown(one).lstrip("-") for one in leads)) in TEXT
     best = by_seed("layouts", "Softmax", HERE)
     text = "From 0.04 at 2e-3 its loss is {:.3f}, from 0.09 at 4e-3, the best of four rates, {:.3f} (seed 0)."
     assert text.format(cell(smaller, *HERE).loss, best[0]) in TEXT
