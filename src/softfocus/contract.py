@@ -26,9 +26,10 @@ class RowStatistics(NamedTuple):
     Attributes:
         count: N_i, the number of visible keys.
         maximum: the largest visible score s_ij; -inf where a row sees nothing.
-        log_norm: log sum_j |phi(s_ij)|, softmax's log-sum-exp; -inf where the sum is 0. Without
-            the l1 norm every backend but the reference sums the values of phi themselves: -inf
-            where all of them underflow, inf where one overflows.
+        log_norm: log sum_j |phi(s_ij)|, softmax's log-sum-exp; -inf where the sum is 0. (GELU, Mish
+            and the identity may be negative.) Without the l1 norm the reference adds a positive phi
+            in logarithms. Every other backend adds |phi| itself: -inf where all of them underflow,
+            inf where one overflows.
         peak: max_j A_ij N_i - o, the highest weight over the row's mean before the power (o = 1, or
             0 where N <= 3); 0 without re-weighting.
     """

@@ -30,7 +30,7 @@ namespace softfocus {
 
 // A tile register holds 16 rows or keys by 32 dimensions: 1 KiB
 constexpr int64_t AMX_ROWS = 16, AMX_DIMS = 32;
-// The most dimensions of one sum (see DOT_DIMS)
+// The most dimensions of one sum: longer float sums round too much (DOT_DIMS in product.h)
 constexpr int64_t AMX_DOT_DIMS = 64;
 
 // Whether the dot products of a call run on AMX. A decoding call does not pack its keys.
@@ -46,7 +46,8 @@ inline bool uses_amx([[maybe_unused]] const Params& params) {
 }
 
 // The limits of the prescale in the table above. The prescale is 1 / the row's largest element,
-// rounded to a power of two: it is above AMX_HUGE for elements below 2^-60, and below AMX_TINY from
+// rounded up to a power of two, and limited to 2^-126 to 2^126. It brings that element into [1, 2),
+// unless the limit does not let it. It is above AMX_HUGE for elements below 2^-60, and below AMX_TINY from
 // 2^61 on. The dot product of a multiplied row overflows only where that of the rows as given does.
 // What pack_amx_row() returns for two rows has a product of at most 2^120.
 constexpr float AMX_TINY = 0x1p-60f, AMX_HUGE = 0x1p60f;

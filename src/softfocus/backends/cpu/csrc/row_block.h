@@ -28,7 +28,7 @@
 
 namespace softfocus {
 
-// A row sum of phi below this counts as 0: the row has no weights, and its u and sum u^p are 0.
+// With the l1 norm, a row whose `norm` is below this has no weights, and its u and sum u^p are 0.
 //
 // A row with weights that is not tied has a spread of at least TIE_TOLERANCE * norm / N, so that
 // inverse_spread is finite for N up to 5e8. Its largest u is 1, that of a tied row is in [1, 2).
@@ -133,12 +133,16 @@ class RowBlock : public BlockVisibility {
   // log Z_i, whatever is stored. In a row without weights (MIN_ROW_SUM) norm is 1 and log_norm
   // -inf; in a fully masked row norm is 0 and log_norm -inf.
   float maximum[BLOCK_Q], norm[BLOCK_Q], log_norm[BLOCK_Q], peak[BLOCK_Q];
-  float weight_scale[BLOCK_Q];    // 1 / norm, or the normaliser's row_factor
+  // 1 / norm, or the normaliser's row_factor; 0 in rows that are fully masked or without weights,
+  // NaN in non-finite rows with the l1 norm
+  float weight_scale[BLOCK_Q];
   float threshold[BLOCK_Q];       // o_i times the row mean
   float inverse_spread[BLOCK_Q];  // 1 / (largest phi - threshold)
   float live_threshold[BLOCK_Q];  // keys with a larger u are live
   float power[BLOCK_Q] = {};      // p; read for rows after n_rows, too, but then not used
-  float threshold_on[BLOCK_Q];    // o_i: 1; 0 in rows with N_i <= 3 and in tied rows
+  // o_i of re-weighted rows: 1; 0 in rows with N_i <= 3, and in those that are tied, non-finite,
+  // fully masked or without weights. Else 0
+  float threshold_on[BLOCK_Q];
   bool query_nonfinite[BLOCK_Q];
   bool exp_tail[BLOCK_Q];  // rows of a phi with an exponential tail that store e^(s - m)
   DropoutMask dropout;
@@ -147,7 +151,7 @@ class RowBlock : public BlockVisibility {
       : BlockVisibility(call, most_rows),
         padded_dim(round_up(params.head_dim, W)),
         padded_value_dim(round_up(params.value_dim, W)),
-        stored(max_rows * (max_row_stride - W)),
+        stored(max_rows * (max_row_stride - W)),  // whole tiles; the stride has W more
         queries(BLOCK_Q * padded_dim),
         amx_queries(uses_amx(params) ? BLOCK_Q * round_up(params.head_dim, AMX_DIMS) : 0),
         dropout(params, max_rows, max_row_stride - W),

@@ -291,7 +291,8 @@ def _sum_values(
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
     needs_exact = tl.zeros([blocks.BLOCK_Q], tl.float32) > 0.0
-    # Stays 0: every tile is treated as a partial one
+    # ``checked_values`` sets it in full tiles, and needs_exact in partial ones. Every tile counts
+    # as partial here, so that it stays 0
     has_large_value = tl.zeros([blocks.BLOCK_K], tl.float32)
     # For a single row: weights times values, summed over the keys at the end
     product_sums = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32)
@@ -348,12 +349,14 @@ def _sum_values(
 
 @triton.jit
 def _negligible(inputs, algebra, count, tied, row_heads):
-    """The largest u^p of each row that counts as 0, [ROWS_STORED]: 2^-24 / max(p, N / p).
+    """The largest u^p of each row that counts as 0, [ROWS_STORED]: 2^-24 / max(p, N / p), with p
+    taken as at least 1.
 
     The omitted u^p, at most N, add up to at most 2^-24 p. Rounding the largest u, which is 1, by
     half an ulp causes the same error in its u^p. The p in the maximum matters only for p > sqrt(N).
-    It is there because the CPU has the same limit, of u^(p - 1) (``live_threshold``). LASER takes
-    the logarithm of small sums and omits no weight.
+    It comes from the CPU, which has the same limit for u^(p - 1) (``live_threshold``), so that
+    p u^(p - 1), the factor of a gradient, is at most 2^-24. LASER takes the logarithm of small sums
+    and omits no weight.
     """
     negligible = tl.zeros_like(count)
     if not algebra.laser:
@@ -391,7 +394,7 @@ def combine(inputs, algebra, masks, split_stats, split_accs, splits, outputs, RO
         largest_phi = algebra.phi.value(row_max, shift, algebra)
         _threshold, _inverse_spread, _tied, peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest_phi)
     # Decoding treats every tile as a partial one. needs_exact, from STAT_MARK, has the rows that
-    # see a large value, and the forward's vector for full tiles is 0. Any length would do
+    # give weight to a large value. The forward's vector for full tiles is 0, of any length
     no_large_value = tl.zeros([16], tl.float32)
     forward.store_results(
         inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, peak, acc,

@@ -2,7 +2,8 @@
 
 The kernels multiply the weights with e^V in place of V. No shift is subtracted, because it could
 come from a key that the row does not see. Values above LARGE_VALUE are clamped instead, and every
-row that sees one is marked. A row is also marked if its sum is so small that weights which
+row that sees one is marked; in decoding of re-weighted rows, every row that gives one weight. A row
+is also marked if its sum is so small that weights which
 underflow might count. The EXACT variants of the kernels compute the marked rows in logarithms.
 """
 
@@ -197,7 +198,8 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
     # phi' / phi is not computed from an f that is nearly subnormal (below 2^-126), but from the
     # score (``Phi.log_derivative``). The limit is 2^-100 for a phi without zeros: there it is in
     # its exponential tail, where phi' / phi is 1. It is 2^-60 for the relu family, since s^2 may be
-    # subnormal although f = s^2 2^-shift is not. There 1 / s, or 2 / s, is right for any small s
+    # subnormal although f = s^2 2^-shift is not, where the shift is -66 or more. (Only float16 has
+    # a shift here, and its scores are rarely so small.) There 1 / s, or 2 / s, is right for any s
     small = 2.0**-60 if algebra.phi.has_zeros else 2.0**-100  # unmeasured
     if algebra.reweighted:
         # Above a threshold f - threshold is 0 or at least one ulp of f: f needs no such limit

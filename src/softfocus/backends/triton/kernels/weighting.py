@@ -68,7 +68,11 @@ def sum_with_largest_rounded(phi_sum, row_max, shift, algebra, dtype):
 
 @triton.jit
 def head_power(inputs, algebra, h):
-    """p of head h, or of the head of each row."""
+    """p of head h, or of the head of each row.
+
+    ``algebra.power`` is an integer up to 32. Any other p, and a p for each head, is in
+    ``inputs.power``.
+    """
     if inputs.power is None:
         power = algebra.power
     else:
@@ -81,7 +85,8 @@ def u_to_the_power(u, inputs, algebra, h, MINUS: tl.constexpr):
     """u^(p - MINUS) of any shape, 0 where u is 0; MINUS is 0 or 1.
 
     u^(p - 1) is a factor of dA/du. For p = 1 it is 1, but 0 at u = 0: u = relu(..) does not depend
-    on a phi below the threshold.
+    on a phi below the threshold. ``algebra.terms`` is the precision of the dtype: it selects the
+    log2.
     """
     if inputs.power is None and algebra.power > MINUS:
         result = pointwise.whole_power(u, algebra.power - MINUS)
@@ -238,7 +243,8 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
         else:
             grad_factor = tl.where(one_key, 0.0, weight_factor)
     else:
-        # phi_sum is NaN in a row that sees an infinity, and phi_sum - phi_sum passes that on
+        # phi_sum is NaN in a row with an infinite dot product (``nan_if_infinite``), which
+        # phi_sum - phi_sum passes on
         weight_factor = row_factor(inputs, algebra, count, b) / algebra.phi.phi_unit + (phi_sum - phi_sum)
         grad_factor = weight_factor
         delta = tl.zeros_like(weight_factor)
