@@ -349,14 +349,12 @@ def _sum_values(
 
 @triton.jit
 def _negligible(inputs, algebra, count, tied, row_heads):
-    """The largest u^p of each row that counts as 0, [ROWS_STORED]: 2^-24 / max(p, N / p), with p
-    taken as at least 1.
+    """The largest u^p of each row that counts as 0, [ROWS_STORED]: 2^-24 / max(p, N / p), p >= 1.
 
     The omitted u^p, at most N, add up to at most 2^-24 p. Rounding the largest u, which is 1, by
     half an ulp causes the same error in its u^p. The p in the maximum matters only for p > sqrt(N).
-    It comes from the CPU, which has the same limit for u^(p - 1) (``live_threshold``), so that
-    p u^(p - 1), the factor of a gradient, is at most 2^-24. LASER takes the logarithm of small sums
-    and omits no weight.
+    The CPU has the same limit for u^(p - 1) (``live_threshold``), so that p u^(p - 1), a factor of
+    gradients, is at most 2^-24. LASER takes the logarithm of small sums and omits no weight.
     """
     negligible = tl.zeros_like(count)
     if not algebra.laser:
