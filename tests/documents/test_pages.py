@@ -54,6 +54,21 @@ def test_a_broken_link_would_be_noticed(tmp_path):
     assert broken_links(here) == ["there.md#other", "gone.md"]
 
 
+def torn_rows(text: str) -> list[str]:
+    """The rows of a page's tables that go on in another line, which Markdown does not allow."""
+    rows = [line for line in without_code(text).splitlines() if line.startswith("|")]
+    return [row for row in rows if not re.search(r"(?<!\\)\|$", row)]
+
+
+@page
+def test_rows_of_tables_are_one_line_each(path):
+    assert torn_rows(path.read_text()) == []
+
+
+def test_a_torn_row_would_be_noticed():
+    assert torn_rows("| a | b |\n|---|---|\n| c | d\ne |\n| f | g |") == ["| c | d"]
+
+
 def torn_bold(text: str) -> list[str]:
     """The paragraphs, items and rows of a page in which bold text begins or ends alone."""
     parts = re.split(r"\n\n|\n(?=\* )|\n(?=\|)|\n(?=\d+\. )", without_code(text))

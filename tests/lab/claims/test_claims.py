@@ -481,7 +481,7 @@ def test_a_page_says_what_was_run_and_what_came_out(made: Any) -> None:
         "* Diverged: c, seed 1: the loss became nan at step 7.",
         "## Scale `gpt2`\n\n**Not testable here:** 124 M",
         "## Scale `small`\n\n**Not run:** it takes a GPU",
-        "`softfocus reproduce made-up --scale toy --seeds 3` runs it again.",
+        "Made by `softfocus reproduce made-up --scale toy --seeds 3`.",
     ):
         assert " ".join(said.split()) in " ".join(text.split()), said
 
@@ -809,7 +809,7 @@ def test_keys_are_changed_in_all_rows(two: Claim, tmp_path: Path) -> None:
     assert made.overrides == ['data.source="texts here"', "train.steps=7"]
     shown = " ".join((tmp_path / "out" / PUBLISHED / "two.md").read_text().split())
     assert 'with `data.source="texts here"`, `train.steps=7` (' in shown
-    assert "--seeds 1 --set 'data.source=\"texts here\"' --set train.steps=7` runs it again" in shown
+    assert "--seeds 1 --set 'data.source=\"texts here\"' --set train.steps=7`." in shown
     assert "earlier recipe" not in shown
     differs = r"has another recipe: data\.source was 'texts here' .* train\.steps was 7 .*; give --set 'data.source="
     with pytest.raises(LabError, match=differs):

@@ -167,6 +167,7 @@ FAILURES: list[tuple[list[str], str]] = [
     (["demo", "--fast", "--out", "/proc/none"], "cannot write /proc/none"),
     (["compare", "no-run"], "there is no run at no-run"),
     (["report", "no-folder"], "there is no folder no-folder; name one that holds CLAIM/SCALE/results.json"),
+    (["report", "TRAINED"], "holds no CLAIM/SCALE/results.json; name a folder that `softfocus reproduce` wrote"),
     (["generate", "no-run"], "there is no run at no-run"),
     (["mechanisms", "--json", "/proc/none/x.json"], "name a folder that can be written to"),
 ]

@@ -305,7 +305,7 @@ def test_rows_measured_on_the_same_text_stay(run: Path, caplog: pytest.LogCaptur
     assert not caplog.records
     other = evaluate(run, [32], tokens=512)
     assert ({row.length for row in other.rows}, other.longest) == ({32}, 32)
-    assert "held 6 other losses" in caplog.text
+    assert "holds 9 losses" in caplog.text
     save_measured(run, whole.model_copy(update={"seed": 5}))
     assert len(evaluate(run, [128], tokens=1024).rows) == 3, "those of another training do not"
 

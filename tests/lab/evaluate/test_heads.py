@@ -127,6 +127,8 @@ def test_the_most_disturbed_head_is_named_where_it_is_certain() -> None:
     assert gain.standard_error == pytest.approx(0, abs=1e-9), "documents are paired"
     assert sentence(found) == "Far keys disturb layer 1, head 1 most: its window takes 0.500 off the loss."
     assert "No head alone" in sentence(made_up(*rows[:3]))
+    two = made_up(*rows, HeadRow(layer=2, head=0, sums=list(base - 128 * 0.4), windows=[2] * 8))
+    assert sentence(two).endswith("off the loss. They disturb these for certain, too: layer 2, head 0.")
     assert heads_table(found).row_count == 4
 
 

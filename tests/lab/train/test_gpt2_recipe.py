@@ -83,7 +83,7 @@ def test_a_claim_at_the_scale_gpt2_runs_from_shards_to_its_page(
         assert all(5 < row.loss < 7 for row in run.evaluation.rows)
     page = (out / PUBLISHED / f"{name}.md").read_text()
     assert "| lssar | 1 seed |" in page
-    assert f"{name} --scale gpt2 --seeds 1` runs it again" in page
+    assert f"{name} --scale gpt2 --seeds 1`." in page
     assert (out / PUBLISHED / name / "gpt2" / "figure.png").stat().st_size > 5_000
 
 

@@ -297,7 +297,7 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
     if groups:
         what = "Loss and error rate" if tables.sampled(groups) else "Loss over length"
         parts.append(f"![{what}]({claim.name}/{scale}/{FIGURE})")
-    return [*parts, f"`{_command(claim, scale, results)}` runs it again."]
+    return [*parts, f"Made by `{_command(claim, scale, results)}`."]
 
 
 def _verdict(judged: Sequence[Judged]) -> Verdict:

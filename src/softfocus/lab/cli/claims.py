@@ -106,5 +106,7 @@ def report(
 
     if not folder.is_dir():
         raise LabError(f"there is no folder {folder}", "name one that holds CLAIM/SCALE/results.json")
+    if not any(folder.glob("*/*/results.json")):
+        raise LabError(f"{folder} holds no CLAIM/SCALE/results.json", "name a folder that `softfocus reproduce` wrote")
     written = report(folder)
     typer.echo(f"{written[0]}: the ledger, and {len(written) - 1} pages beside it")

@@ -121,6 +121,13 @@ def evaluate(
         crossing=windows.crossing,
         rows=[],
     )
+    if before is not None and before.rows and before.text_key != evaluation.text_key:
+        _log.warning(
+            "%s holds %d losses; they were measured on other text, which follows from the longest length and "
+            "--tokens, and will be replaced",
+            folder / EVALUATION,
+            len(before.rows),
+        )
     pace = Pace(info.name, len(lengths) * len(settings) * windows.tokens, progress)
     key = _key(folder, recipe, evaluation, batch_tokens, buckets)
     finished = {(row.length, row.setting): row for row in load_unfinished(folder, key)}
@@ -143,7 +150,7 @@ def evaluate(
             write_atomically(folder / UNFINISHED, json_text(Unfinished(key=key, rows=evaluation.rows)))
             progress(Event(kind="row", run=info.name, row=row, done=pace.done, total=pace.total))
     if before is not None:
-        _keep_others(evaluation, before, folder)
+        _keep_others(evaluation, before)
     save_measured(folder, evaluation)
     (folder / UNFINISHED).unlink(missing_ok=True)
     return evaluation
@@ -222,7 +229,7 @@ def _windows(store: TokenStore, lengths: list[int], tokens: int, before: Evaluat
     return EvaluationWindows(store, lengths, tokens)
 
 
-def _keep_others(evaluation: Evaluation, before: Evaluation, folder: Path) -> None:
+def _keep_others(evaluation: Evaluation, before: Evaluation) -> None:
     """Take over the rows of an earlier evaluation that were not measured again, where they can
     stand beside the new ones.
     """
@@ -230,13 +237,6 @@ def _keep_others(evaluation: Evaluation, before: Evaluation, folder: Path) -> No
     others = [row for row in before.rows if (row.length, row.setting) not in measured]
     if before.text_key == evaluation.text_key:
         evaluation.rows = sorted(evaluation.rows + others, key=lambda row: (row.setting.order, row.length))
-    elif others:
-        _log.warning(
-            "%s held %d other losses; they were measured on other text, which follows from the longest length "
-            "and --tokens, and are gone",
-            folder / EVALUATION,
-            len(others),
-        )
 
 
 def _edges(buckets: Sequence[int] | None, train_length: int, length: int) -> list[int]:

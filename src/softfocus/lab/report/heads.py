@@ -55,12 +55,12 @@ def sentence(found: HeadsMeasured) -> str:
     if not sure:
         return "No head alone is better with the window for certain."
     row, gain = sure[0]
-    others = len(sure) - 1
-    more = f", and {others} other{'s' * (others > 1)} for certain" if others else ""
+    others = "; ".join(head_name(row.layer, row.head) for row, _ in sure[1:])
+    more = f" They disturb these for certain, too: {others}." if others else ""
     # A head above it in the table may gain more, but not for certain
     much = "most" if row is ordered[0][0] else "for certain"
     head = head_name(row.layer, row.head)
-    return f"Far keys disturb {head} {much}: its window takes {gain.value:.3f} off the loss{more}."
+    return f"Far keys disturb {head} {much}: its window takes {gain.value:.3f} off the loss.{more}"
 
 
 def _p_value(gain: Mean) -> float:

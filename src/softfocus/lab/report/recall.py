@@ -26,7 +26,7 @@ def recall_tables(recall: Recall) -> RenderableType:
             {length: f"{length / recall.train_length:g}x\n{length:,}" for length in lengths},
         ),
         curve_table(
-            "Right answers by how many tokens back they lie",
+            "Right answers by how many tokens back they lie, in the shortest sequences that reach so far",
             "tokens",
             list(_by_distance(recall)),
             {_middle(start, end): f"{start:,} to {end - 1:,}" for start, end in limits},
