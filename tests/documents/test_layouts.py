@@ -381,8 +381,7 @@ def test_what_is_said_of_other_powers_is_measured():
     near = by_seed("layouts-around", "h-p15", HERE)
     assert f"With p = 3 it rises to {three:.3f} at 16 times the length (seed 0), with p = 7 to " in TEXT
     assert f"with p = 7 to {min(seven.values()):.3f} to {max(seven.values()):.3f}." in TEXT
-    assert min(seven.values()) > 1.3 > max(near.values()) - 0.01
-    text = "falls or stays with seeds 0 and 2, {:.3f} and {:.3f}, and rises to {:.3f} with seed 1."
+    text = "falls with seeds 0 and 2, {:.3f} and {:.3f}, and rises to {:.3f} with seed 1."
     assert text.format(fifteen[0], fifteen[2], fifteen[1]) in TEXT
     assert all(fifteen[seed] < near[seed] for seed in (0, 2))
     assert fifteen[1] > near[1]

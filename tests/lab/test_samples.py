@@ -145,7 +145,7 @@ def test_samples_made_by_other_processes_are_the_same(
     recipe = tiny_recipe(name, "model.mechanism=laser")
     assert trainer._readers(recipe) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
         assert trainer._readers(recipe) >= 1
         assert trainer._readers(tiny_recipe("bert-toy")) == 0
     monkeypatch.setattr(trainer, "_readers", lambda recipe: 2)

@@ -14,6 +14,7 @@ from softfocus.lab.evaluate.samples import evaluate_samples
 from softfocus.lab.inspect.report import write
 from softfocus.lab.inspect.run import inspect
 from softfocus.lab.progress import Event
+from softfocus.lab.recipes.lengths import parse
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import INSPECTION, MODEL, RUN, load_measured, load_run, save_measured
@@ -49,6 +50,11 @@ def test_a_run_is_measured_again_on_other_text(tiny: Path, tmp_path: Path, maske
     call(2048)
     assert (tmp_path / "a" / RUN).read_bytes() == before, "it is not trained again"
     assert load_run(tmp_path / "a").status == "complete", "all its files have its token"
+    if not masked:  # evaluated by hand since: evaluation.json decides, not the run's recipe
+        evaluate(tmp_path / "a", parse(first.evaluate.lengths, first.train.length), tokens=1024)
+        (job,) = plan_jobs(tmp_path, [first], ["a"])
+        assert (job.status, job.replaced) == ("finished", "")
+        evaluate(tmp_path / "a", parse(first.evaluate.lengths, first.train.length), tokens=2048)
     (job,) = plan_jobs(tmp_path, [first], ["a"])
     assert job.status == "waiting"
     longest = max(job.lengths)

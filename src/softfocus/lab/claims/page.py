@@ -2,6 +2,7 @@
 results alone, so they cannot drift.
 """
 
+import html
 import shlex
 import textwrap
 import tomllib
@@ -20,7 +21,7 @@ from softfocus.lab.claims.earlier import changes
 from softfocus.lab.claims.parts import SEEDS, Verdict, together
 from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SHARES, SIZES, TRAINING, Results
 from softfocus.lab.claims.verdict import Judged, judge
-from softfocus.lab.errors import LabError, first_mistake
+from softfocus.lab.errors import LabError, did_you_mean, first_mistake
 from softfocus.lab.recipes.data import parts_of
 from softfocus.lab.report.notes import short_commit
 from softfocus.lab.report.points import settings
@@ -84,17 +85,16 @@ def report(folder: Path) -> list[Path]:
 def _findings(path: Path) -> dict[str, list[str]]:
     """The findings about each claim; none without the file."""
     remedy = 'write claim = ["sentences", ...] for claims of `softfocus recipes`'
-    try:
-        text = path.read_text(encoding="utf-8")
-        found = TypeAdapter(dict[str, list[str]]).validate_python(tomllib.loads(text))
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except tomllib.TOMLDecodeError as error:
-        raise LabError(f"{path} is not TOML: {error}", remedy) from None
+    try:
+        found = TypeAdapter(dict[str, list[str]]).validate_python(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
+        raise LabError(f"{path} cannot be read: {error}", remedy) from None
     except ValidationError as error:
         raise LabError(f"{path}: {first_mistake(error)}", remedy) from None
     if unknown := sorted(set(found) - set(claims.shipped())):
-        raise LabError(f"{path}: there is no claim {unknown[0]!r}", remedy)
+        raise LabError(f"{path}: there is no claim {unknown[0]!r}", did_you_mean(unknown[0], claims.shipped(), remedy))
     return found
 
 
@@ -297,7 +297,7 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
     if groups:
         what = "Loss and error rate" if tables.sampled(groups) else "Loss over length"
         parts.append(f"![{what}]({claim.name}/{scale}/{FIGURE})")
-    return [*parts, f"Made by `{_command(claim, scale, results)}`."]
+    return [*parts, f"The same by `{_command(claim, scale, results)}`."]
 
 
 def _verdict(judged: Sequence[Judged]) -> Verdict:
@@ -324,7 +324,7 @@ def _comparisons(judged: Sequence[Judged]) -> list[str]:
     for one in judged:
         if len(one.parts) > 1:
             table = tables.table(["verdict", "comparison"], [[part.verdict, part.text] for part in one.parts])
-            summary = f"<summary>All {len(one.parts)} comparisons: {one.statement.says}</summary>"
+            summary = f"<summary>All {len(one.parts)} comparisons: {html.escape(one.statement.says)}</summary>"
             found.append(f"<details>\n{summary}\n\n{table}\n\n</details>")
     return found
 

@@ -191,10 +191,11 @@ def _is_evaluated(job: Job, tokens: int) -> bool:
     found, wanted = load_measured(job.folder, Evaluation), job.recipe.evaluate.tokens
     planned = {(length, setting) for length in job.lengths for setting in possible_settings(job.recipe, job.folder)}
     # Runs are compared on the same text. Early evaluations do not say how many tokens were wanted
-    same_text = tokens == wanted and found.longest in (0, max(job.lengths)) and found.asked in (0, wanted)
+    asked = found.asked or tokens
+    same_text = asked == wanted and found.longest in (0, max(job.lengths))
     if not same_text and found.rows:
         longest = found.longest or max(row.length for row in found.rows)
-        before = f"{found.asked or tokens:,} tokens, at up to {longest:,} each"
+        before = f"{asked:,} tokens, at up to {longest:,} each"
         now = f"{wanted:,}, at up to {max(job.lengths):,}"
         job.replaced = f"its {len(found.rows)} losses are of other text ({before}; asked for are {now})"
     if not same_text or not planned <= {(row.length, row.setting) for row in found.rows}:

@@ -383,11 +383,10 @@ def _lamb(train: TrainTable) -> tuple[Any, dict[str, Any]]:
 
 
 def _readers(recipe: Recipe) -> int:
-    """Processes that read files, or make samples for a GPU, meanwhile: an utterance takes 13 ms of
-    a core. A CPU that trains has no core to spare, and windows of text are faster made.
-    """
-    samples, files = recipe.data.kind in ("images", "speech"), recipe.data.source is not None
-    return min(8, provenance.cores()) if samples and (files or torch.cuda.is_available()) else 0
+    """Processes, forks, that read files, or make samples for a GPU (13 ms for an utterance)."""
+    samples = recipe.data.kind in ("images", "speech") and torch.multiprocessing.get_start_method() == "fork"
+    gpus = torch.cuda.device_count()
+    return max(1, min(8, provenance.cores() // max(1, gpus))) if samples and (recipe.data.source or gpus) else 0
 
 
 def _share(batch: int, accumulate: int, devices: int) -> int:

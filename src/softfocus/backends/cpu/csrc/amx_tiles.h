@@ -47,9 +47,9 @@ inline bool uses_amx([[maybe_unused]] const Params& params) {
 
 // The limits of the prescale in the table above. The prescale is 1 / the row's largest element,
 // rounded up to a power of two, and limited to 2^-126 to 2^126. It brings that element into [1, 2),
-// unless the limit does not let it. It is above AMX_HUGE for elements below 2^-60, and below AMX_TINY from
-// 2^61 on. The dot product of a multiplied row overflows only where that of the rows as given does.
-// What pack_amx_row() returns for two rows has a product of at most 2^120.
+// unless the limit does not let it. It is above AMX_HUGE for elements below 2^-60, and below
+// AMX_TINY from 2^61 on. The dot product of a multiplied row overflows only where that of the rows
+// as given does. What pack_amx_row() returns for two rows has a product of at most 2^120.
 constexpr float AMX_TINY = 0x1p-60f, AMX_HUGE = 0x1p60f;
 
 // Writes a row [width] as bfloat16, perhaps times a power of two, with zeros after it: `to` [width

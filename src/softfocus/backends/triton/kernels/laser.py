@@ -3,8 +3,8 @@
 The kernels multiply the weights with e^V in place of V. No shift is subtracted, because it could
 come from a key that the row does not see. Values above LARGE_VALUE are clamped instead, and every
 row that sees one is marked; in decoding of re-weighted rows, every row that gives one weight. A row
-is also marked if its sum is so small that weights which
-underflow might count. The EXACT variants of the kernels compute the marked rows in logarithms.
+is also marked if its sum is so small that weights which underflow might count. The EXACT variants
+of the kernels compute the marked rows in logarithms.
 """
 
 from typing import NamedTuple
