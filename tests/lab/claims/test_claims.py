@@ -491,7 +491,7 @@ def test_a_page_says_what_was_run_and_what_came_out(made: Any) -> None:
         "* Diverged: c, seed 1: the loss became nan at step 7.",
         "## Scale `gpt2`\n\n**Not testable here:** 124 M",
         "## Scale `small`\n\n**Not run:** it takes a GPU",
-        "The same by `softfocus reproduce made-up --scale toy --seeds 3`.",
+        "To repeat it: `softfocus reproduce made-up --scale toy --seeds 3`.",
     ):
         assert " ".join(said.split()) in " ".join(text.split()), said
 

@@ -297,7 +297,7 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
     if groups:
         what = "Loss and error rate" if tables.sampled(groups) else "Loss over length"
         parts.append(f"![{what}]({claim.name}/{scale}/{FIGURE})")
-    return [*parts, f"The same by `{_command(claim, scale, results)}`."]
+    return [*parts, f"To repeat it: `{_command(claim, scale, results)}`."]
 
 
 def _verdict(judged: Sequence[Judged]) -> Verdict:
