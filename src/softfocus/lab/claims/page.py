@@ -324,7 +324,8 @@ def _comparisons(judged: Sequence[Judged]) -> list[str]:
     for one in judged:
         if len(one.parts) > 1:
             table = tables.table(["verdict", "comparison"], [[part.verdict, part.text] for part in one.parts])
-            summary = f"<summary>All {len(one.parts)} comparisons: {html.escape(one.statement.says)}</summary>"
+            says = html.escape(one.statement.says, quote=False)
+            summary = _wrapped(f"<summary>All {len(one.parts)} comparisons: {says}</summary>")
             found.append(f"<details>\n{summary}\n\n{table}\n\n</details>")
     return found
 

@@ -101,12 +101,14 @@ def report(
 
     Example: `softfocus report runs/claims-toy/results`
     """
+    from softfocus.lab.claims import claim as claims
     from softfocus.lab.claims.page import report
+    from softfocus.lab.claims.results import RESULTS
     from softfocus.lab.errors import LabError
 
     if not folder.is_dir():
         raise LabError(f"there is no folder {folder}", "name one that holds CLAIM/SCALE/results.json")
-    if not any(folder.glob("*/*/results.json")):
+    if not any((folder / name / scale / RESULTS).exists() for name in claims.shipped() for scale in claims.SCALES):
         raise LabError(f"{folder} holds no CLAIM/SCALE/results.json", "name a folder that `softfocus reproduce` wrote")
     written = report(folder)
     typer.echo(f"{written[0]}: the ledger, and {len(written) - 1} pages beside it")

@@ -38,7 +38,7 @@ inline void RowBlock<Phi>::read_queries() {
 }
 
 // Computes stored scores, norm and maximum of the rows [first_row, stop_row): all rows of the
-// block, or one row. With `keep_scores`, and where maximum_first, it stores s itself, and norm is 0.
+// block, or one row. With `keep_scores`, and where maximum_first, it stores s itself: norm is 0.
 template <typename Phi>
 inline void RowBlock<Phi>::compute_scores(int64_t first_row, int64_t stop_row, bool keep_scores) {
   DoubleSum totals[BLOCK_Q];
