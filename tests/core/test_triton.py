@@ -741,6 +741,28 @@ def test_gradients_of_queries_that_see_a_tiny_key_in_float16(quiet, name):
     assert torch.equal(plain, tiny)
 
 
+@pytest.mark.parametrize("name", ["lssar", "laser(lssar)", "sharpened(softmax, 3)"])
+def test_gradients_of_keys_beside_a_row_of_nearly_equal_scores_in_float16(quiet, name):
+    """Such a row divides by its spread, 4e-5. Without grad_out of its own it changes no bit of the
+    keys' gradients.
+    """
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad_out = (torch.randn(1, 1, n, 16, generator=generator) for n in (19, 40, 40, 19))
+    key[..., 0] *= 2.0**-14
+    grad_out[:, :, 5] = 0.0
+    query, key, value, grad_out = (x.to(DEVICE, HALF) for x in (query, key, value, grad_out))
+
+    def gradient(entry):
+        queries, leaf = query.clone(), key.clone().requires_grad_()
+        queries[:, :, 5] = 0.0
+        queries[:, :, 5, entry] = 1.0  # its scores are key[..., entry]
+        return torch.autograd.grad(fused(queries, leaf, value, mechanism=name), leaf, grad_out)[0]
+
+    nearly_equal, plain = gradient(0), gradient(1)
+    assert plain.abs().amax() > 1e-3
+    assert torch.equal(nearly_equal, plain)
+
+
 class TinyQueries(NamedTuple):
     """c_i / |q_i|, in units of log 2, is beyond float32's largest number. The gradients of the
     queries, which it multiplies, may be, too.

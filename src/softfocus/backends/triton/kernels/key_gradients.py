@@ -110,9 +110,10 @@ def key_gradients(
                 grad_factor, operand_scale = row.grad_factor, product_scale
                 if inputs.unit_key_fp16 is not None:  # grad_operand includes product_scale
                     operand_scale = tl.full(product_scale.shape, 1.0, tl.float32)
-                if algebra.inputs_are_fp16:
+                if algebra.inputs_are_fp16 and not algebra.reweighted:
                     # With these factors grad_products may overflow float16. Each is divided by a
-                    # power of two, and both powers multiply the product
+                    # power of two, and both powers multiply the product. Re-weighted rows are
+                    # multiplied in tf32
                     factor_pow2 = norms.largest_power_of_two(grad_factor)
                     scale_pow2 = norms.largest_power_of_two(operand_scale)
                     grad_factor, operand_scale = grad_factor / factor_pow2, operand_scale / scale_pow2
@@ -130,8 +131,10 @@ def key_gradients(
                         weights = tl.where(visible, weights, 0.0)
                         grad_acc = tl.where(row.weight_factor[:, None] == 0.0, 0.0, grad_acc)
                     value_sum += products.dot_weights(weights, grad_acc, algebra, blocks)
-                tile_sum = products.dot_grad_scores(grad_products, grad_operand, algebra, blocks)  # [BLOCK_K, BLOCK_D]
-                if algebra.inputs_are_fp16:
+                tile_sum = products.dot_grad_scores(  # [BLOCK_K, BLOCK_D]
+                    grad_products, grad_operand, algebra, blocks, True
+                )
+                if algebra.inputs_are_fp16 and not algebra.reweighted:
                     tile_sum = tile_sum * factor_pow2 * scale_pow2
                 key_sum += tile_sum
     # mask [BLOCK_K], key_bounds [BLOCK_K, BLOCK_D], value_bounds [BLOCK_K, BLOCK_DV]

@@ -77,16 +77,20 @@ def dot_weights(weights, x, algebra, blocks):
 
 
 @triton.jit
-def dot_grad_scores(grad_scores, x, algebra, blocks):
+def dot_grad_scores(grad_scores, x, algebra, blocks, HAS_ROW_FACTORS: tl.constexpr):
     """The product of dL/ds, as the caller scales it, and x: keys, or queries in key_gradients.
 
     It is [BLOCK_Q, BLOCK_K] times [BLOCK_K, BLOCK_D], or in key_gradients [BLOCK_K, BLOCK_Q] times
-    [BLOCK_Q, BLOCK_D]. A float16 call multiplies in tf32 without an l1 norm, and for the relu
-    family, whose phi' 2^-shift is huge in a row of tiny scores. For softplus and sigmoid float16
-    overflows where |dL/dA - delta| phi' exceeds 65504 (docs/limitations.md). Callers also multiply
-    by one mantissa or two, together below 4.
+    [BLOCK_Q, BLOCK_D]. A float16 call multiplies in tf32 without an l1 norm, for the relu family,
+    whose phi' 2^-shift is huge in a row of tiny scores, and for re-weighted rows if grad_scores
+    includes the rows' grad_factor (HAS_ROW_FACTORS), which is up to 2^16 times larger in a row of
+    nearly equal scores than in others. For softplus and sigmoid float16 overflows where
+    |dL/dA - delta| phi' exceeds 65504 (docs/limitations.md). Callers also multiply by one mantissa
+    or two, together below 4.
     """
-    IN_TF32: tl.constexpr = algebra.inputs_are_fp16 and (algebra.phi.has_zeros or algebra.normaliser != "l1")
+    IN_TF32: tl.constexpr = algebra.inputs_are_fp16 and (
+        algebra.phi.has_zeros or algebra.normaliser != "l1" or (algebra.reweighted and HAS_ROW_FACTORS)
+    )
     grad_scores = to_operand_dtype(grad_scores, x.dtype, IN_TF32)
     if IN_TF32:
         x = x.to(tl.float32)

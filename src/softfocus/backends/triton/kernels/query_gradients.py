@@ -131,9 +131,9 @@ def query_gradients(
                     derivative = tl.where(visible, derivative, 0.0)
             if IS_PARTIAL:  # 0 times a hidden non-finite key would be NaN
                 key = products.finite_or_zero(key)
-            grad_sum += products.dot_grad_scores(grad_u * derivative, key, algebra, blocks)  # [BLOCK_Q, BLOCK_D]
+            grad_sum += products.dot_grad_scores(grad_u * derivative, key, algebra, blocks, False)  # [BLOCK_Q, BLOCK_D]
             if algebra.reweighted:
-                derivative_sum += products.dot_grad_scores(derivative, key, algebra, blocks)
+                derivative_sum += products.dot_grad_scores(derivative, key, algebra, blocks, False)
                 grad_u_sum += tl.sum(grad_u, 1)
                 if grad_power is not None:
                     terms = grad_log_numerator * log2_u
