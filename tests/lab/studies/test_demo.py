@@ -145,6 +145,18 @@ class TestScreen:
         Screen(console, [job], 1).row(job, self.ROW.model_copy(update={"length": length, "setting": AS_TRAINED}))
         assert said(console) == f"softmax: 1x ({length} {parts}), as trained: 1.250 ± 0.500\n"
 
+    def test_a_training_is_not_announced_for_what_is_trained_or_done(self):
+        jobs, console = [make_job(name) for name in ("demo-softmax", "demo-lssa", "demo-lssar")], plain_console()
+        jobs[1].trained, jobs[2].status = True, "finished"
+        with Screen(console, jobs, 2):
+            pass
+        lines = said(console).splitlines()
+        assert lines[:3] == [
+            f"Training and evaluating {jobs[0].label}.",
+            f"Evaluating what is trained: {jobs[1].label}.",
+            "2 at a time. Stop with Ctrl-C; started again, it goes on.",
+        ]
+
     def test_bars_and_the_filling_table_on_a_terminal(self):
         job = make_job(status="training")
         console = Console(file=io.StringIO(), force_terminal=True, width=100, height=50)

@@ -226,13 +226,14 @@ def test_each_row_is_timed_once_whatever_its_name(two_rows: Path, tmp_path: Path
         job.recipe = job.recipe.model_copy(update={"name": "x"})
     heard: list[str] = []
     found = study.estimate(jobs, 1, tell=heard.append)
-    assert found.seconds == 4.0
+    assert found.seconds == 4 * (1 + study.START_SECONDS)
     assert found.bytes == 4 * (2 * 12 + 4) + 12, "two checkpoints and the model of each, and one that is written"
     assert timed == ["x", "x"]
     assert [line[-6:] for line in heard] == ["1 of 2", "2 of 2"]
     assert study.estimate(jobs, 3).bytes == 4 * (2 * 12 + 4) + 3 * 12
-    monkeypatch.setattr(study, "is_trained", lambda job: True)
-    assert study.estimate(jobs, 1).seconds == pytest.approx(0.4)  # the evaluations are left
+    for job in jobs:
+        job.trained = True
+    assert study.estimate(jobs, 1).seconds == pytest.approx(0.4 + 4 * study.START_SECONDS)  # the evaluations are left
 
 
 def test_off_a_terminal_an_estimate_says_what_it_does(two_rows: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -269,10 +270,11 @@ def test_the_estimate_counts_the_fine_tuning_for_a_classification(
     also = recipe.evaluate.model_copy(update={"also": ["classification"]})
     jobs = plan_jobs(tmp_path, [recipe.model_copy(update={"evaluate": also})], [recipe.name])
     monkeypatch.setattr(study, "_trial", lambda *_: (10.0, 1))
-    assert study.estimate(jobs, 1).seconds == pytest.approx(10 + 9 * 153.6)
-    assert study.estimate(jobs, 1, processes=2).seconds == pytest.approx(10 + 2 * 9 * 153.6)
-    monkeypatch.setattr(study, "is_trained", lambda job: True)
-    assert study.estimate(jobs, 1).seconds == pytest.approx(1 + 9 * 153.6)
+    start = study.START_SECONDS
+    assert study.estimate(jobs, 1).seconds == pytest.approx(start + 10 + 9 * 153.6)
+    assert study.estimate(jobs, 1, processes=2).seconds == pytest.approx(start + 10 + 2 * 9 * 153.6)
+    jobs[0].trained = True
+    assert study.estimate(jobs, 1).seconds == pytest.approx(start + 1 + 9 * 153.6)
 
 
 @pytest.mark.parametrize(

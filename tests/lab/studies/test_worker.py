@@ -55,8 +55,9 @@ def test_a_run_is_measured_again_on_other_text(tiny: Path, tmp_path: Path, maske
         (job,) = plan_jobs(tmp_path, [first], ["a"])
         assert (job.status, job.replaced) == ("finished", "")
         evaluate(tmp_path / "a", parse(first.evaluate.lengths, first.train.length), tokens=2048)
+    assert not plan_jobs(tmp_path, [first], ["a"], overwrite=True)[0].trained, "--overwrite trains it again"
     (job,) = plan_jobs(tmp_path, [first], ["a"])
-    assert job.status == "waiting"
+    assert (job.status, job.trained) == ("waiting", True)
     longest = max(job.lengths)
     told = f"of other text (2,048 tokens, at up to {longest:,} each; asked for are 1,024, at up to {longest:,})"
     assert job.replaced == f"its {len(load_measured(tmp_path / 'a', Evaluation).rows)} losses are {told}"

@@ -47,6 +47,8 @@ class Job:
     lengths: list[int]
     evaluation: Evaluation
     status: Status = "waiting"
+    trained: bool = False
+    """Whether it is not trained, because an earlier call did that to the end."""
     error: str = ""
     replaced: str = ""
     """What its measurement will replace, and why; empty where nothing will be lost."""
@@ -116,6 +118,7 @@ def plan_jobs(folder: Path, recipes: Sequence[Recipe], labels: Sequence[str], *,
             job.status = "finished"
         elif not overwrite:
             look_for_divergence(job)
+        job.trained = not overwrite and _is_trained(job)
     return jobs
 
 
@@ -151,7 +154,7 @@ def empty_evaluation(recipe: Recipe) -> Evaluation:
     )
 
 
-def is_trained(job: Job) -> bool:
+def _is_trained(job: Job) -> bool:
     """Whether an earlier call trained a job to its end."""
     with suppress(LabError):
         return load_run(job.folder).status == "complete"

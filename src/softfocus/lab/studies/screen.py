@@ -48,10 +48,17 @@ class Screen:
         self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=2, transient=True)
 
     def __enter__(self) -> "Screen":
-        names = ", ".join(job.label for job in self._jobs)
+        left = [job for job in self._jobs if job.status == "waiting"]
+        told = {
+            "Training and evaluating": [job.label for job in left if not job.trained],
+            "Evaluating what is trained:": [job.label for job in left if job.trained],
+        }
+        for what, labels in told.items():
+            if labels:
+                self._say(f"{what} {', '.join(labels)}.")
         self._say(
-            f"Training and evaluating {names}, {self._workers} at a time. Stop with Ctrl-C; started again, it goes on."
-            if names
+            f"{self._workers} at a time. Stop with Ctrl-C; started again, it goes on."
+            if left
             else "Nothing is left to train or evaluate."
         )
         for job in self._jobs:

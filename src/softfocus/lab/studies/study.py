@@ -4,6 +4,7 @@ each other.
 
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from softfocus.lab.run_folder.disk import check_room, size_text, writing
 from softfocus.lab.run_folder.owner import refuse_in_use
 from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.studies import pool
-from softfocus.lab.studies.jobs import LOGS, TRAINING, Job, is_trained, missing_lines, plan_jobs, refuse_failed
+from softfocus.lab.studies.jobs import LOGS, TRAINING, Job, missing_lines, plan_jobs, refuse_failed
 from softfocus.lab.studies.screen import clock
 from softfocus.lab.train.memory import SMALLER, check_memory, check_processes
 
@@ -37,6 +38,8 @@ CHECKPOINT = 4 * 3
 """Bytes a parameter: its weight and two moments in float32."""
 KEPT = 2 * CHECKPOINT + 4
 """Bytes a parameter that a run leaves: two checkpoints, and the model."""
+START_SECONDS = 6.0
+"""In which the process of a run starts, on a CPU: it imports torch and Transformers."""
 
 
 class Study(Table):
@@ -250,9 +253,9 @@ def train_all(
         if copied := _copied(left):
             where = f"{size_text(copied)} of shards are copied into the token cache first"
             say(console, f"{title}: {where}", wrap=True)
-        for job in left:
-            if job.replaced:
-                say(console, f"{job.label}: {job.replaced}, and will be replaced", wrap=True)
+        for (row, replaced), count in Counter((_row(job), job.replaced) for job in left if job.replaced).items():
+            runs = f" ({count} runs)" if count > 1 else ""
+            say(console, f"{row}{runs}: {replaced}, and will be replaced", wrap=True)
         # A layout may be another one than its writer thinks
         kinds = {_row(job): job.recipe.model for job in left}
         for row, model in kinds.items():
@@ -286,10 +289,10 @@ def estimate(
     """What the runs that are not finished will take. Rows that are trained alike but for the seed
     are timed once.
 
-    Of one that is trained the evaluation is left. That is the screen's share of a run, and as long
-    as training takes for the tokens on which a run is fine-tuned for a classification. What
-    passkeys, tasks and the rest of evaluate.also take is left out. ``tell`` is called before each
-    row, and while its corpus is prepared.
+    Each run is a process, which has to start. Of one that is trained the evaluation is left. That
+    is the screen's share of a run, and as long as training takes for the tokens on which a run is
+    fine-tuned for a classification. What passkeys, tasks and the rest of evaluate.also take is left
+    out. ``tell`` is called before each row, and while its corpus is prepared.
     """
     timed: dict[object, tuple[float, int]] = {}
     left = [job for job in jobs if job.status == "waiting"]
@@ -301,7 +304,7 @@ def estimate(
     seconds = 0.0
     for job, row in zip(left, rows, strict=True):
         training = TRAINING * timed[row][0]
-        seconds += timed[row][0] - (training if is_trained(job) else 0.0)
+        seconds += START_SECONDS + timed[row][0] - (training if job.trained else 0.0)
         if "classification" in job.recipe.evaluate.also:
             seconds += training * _fine_tuning(job.recipe, processes)
     seconds /= min(workers, max(1, len(left)))
