@@ -1,7 +1,7 @@
 """What `softfocus recall` shows: a table by length, a table by distance, and both as a figure."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -25,6 +25,7 @@ def recall_tables(recall: Recall) -> RenderableType:
             [*_by_length(recall), *_complete(recall)],
             {length: f"{length / recall.train_length:g}x\n{length:,}" for length in lengths},
         ),
+        f"Sequences per entry: {_counts(recall, lengths)}",
         curve_table(
             "Right answers by how many tokens back they lie, in the shortest sequences that reach so far",
             "tokens",
@@ -47,6 +48,14 @@ def save_recall_figure(recall: Recall, folder: Path) -> None:
     ]
     title = f"{recall.run}: recall beyond the training length (dotted); dashed: chance"
     save_curves(panels, folder / FIGURE, title=title, train_length=recall.train_length)
+
+
+def _counts(recall: Recall, lengths: Sequence[int]) -> str:
+    """How many sequences of each length were answered. Where rows of a length differ, the fewest."""
+    counts = [min(row.sequences for row in recall.shown if row.length == length) for length in lengths]
+    if len(set(counts)) == 1:
+        return f"{counts[0]:,} of each length"
+    return ", ".join(f"{count:,} of {length:,} tokens" for length, count in zip(lengths, counts, strict=True))
 
 
 def _by_length(recall: Recall) -> Iterator[Line]:
