@@ -35,8 +35,8 @@ from softfocus.lab.report.points import best, cell, singles
 from softfocus.lab.report.results import Report
 from softfocus.lab.run_folder.files import MODEL, load_run
 from softfocus.lab.run_folder.results import AS_TRAINED, WRONG
+from softfocus.lab.studies.estimate import _trial
 from softfocus.lab.studies.jobs import plan_jobs
-from softfocus.lab.studies.study import _trial
 from softfocus.lab.train import trainer
 from softfocus.lab.train.run import train
 

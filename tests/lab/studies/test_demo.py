@@ -29,7 +29,7 @@ from softfocus.lab.report.results import Report, read_as
 from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.files import EVALUATION, RUN, load_run
 from softfocus.lab.run_folder.results import AS_TRAINED, Bucket, Row, RunInfo, Setting, default_settings
-from softfocus.lab.studies import demo, pool, study
+from softfocus.lab.studies import demo, estimate, pool
 from softfocus.lab.studies.demo import FAST, MODELS, run_demo
 from softfocus.lab.studies.jobs import TRAINING, Job, empty_evaluation
 from softfocus.lab.studies.screen import Screen, clock, seconds_left
@@ -145,18 +145,6 @@ class TestScreen:
         Screen(console, [job], 1).row(job, self.ROW.model_copy(update={"length": length, "setting": AS_TRAINED}))
         assert said(console) == f"softmax: 1x ({length} {parts}), as trained: 1.250 ± 0.500\n"
 
-    def test_a_training_is_not_announced_for_what_is_trained_or_done(self):
-        jobs, console = [make_job(name) for name in ("demo-softmax", "demo-lssa", "demo-lssar")], plain_console()
-        jobs[1].trained, jobs[2].status = True, "finished"
-        with Screen(console, jobs, 2):
-            pass
-        lines = said(console).splitlines()
-        assert lines[:3] == [
-            f"Training and evaluating {jobs[0].label}.",
-            f"Evaluating what is trained: {jobs[1].label}.",
-            "2 at a time. Stop with Ctrl-C; started again, it goes on.",
-        ]
-
     def test_bars_and_the_filling_table_on_a_terminal(self):
         job = make_job(status="training")
         console = Console(file=io.StringIO(), force_terminal=True, width=100, height=50)
@@ -178,7 +166,7 @@ def planned_by(monkeypatch, folder, **how):
     planned = []
     monkeypatch.setattr(pool, "Screen", lambda console, jobs, count: planned.extend(jobs) or nullcontext())
     monkeypatch.setattr(pool, "WorkerPool", interrupted)
-    monkeypatch.setattr(study, "_trial", lambda *_: (1.0, 1))
+    monkeypatch.setattr(estimate, "_trial", lambda *_: (1.0, 1))
     with pytest.raises(KeyboardInterrupt):
         run_demo(folder, console=plain_console(), **how)
     return planned

@@ -29,9 +29,10 @@ from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.files import RECIPE, RUN, load_run, save_measured, save_run
 from softfocus.lab.run_folder.owner import LOCK, owning
 from softfocus.lab.run_folder.results import Answers, Recall, RecallRow
-from softfocus.lab.studies import pool, study
+from softfocus.lab.studies import estimate, pool, study
 from softfocus.lab.studies.demo import run_demo
 from softfocus.lab.studies.jobs import plan_jobs
+from softfocus.lab.studies.screen import Screen
 from softfocus.lab.studies.study import run_study
 from softfocus.lab.train.run import train
 
@@ -212,6 +213,37 @@ def test_two_runs_of_one_name_are_refused(tiny: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_row_may_be_based_on_another(tiny: Path, tmp_path: Path) -> None:
+    text = f"""
+title = "Rows of rows"
+base = "{tiny}"
+common.train.steps = 3
+[rows.lssar]
+model.mechanism = "lssar"
+train = {{ learning_rate = 1e-3, warmup = 2 }}
+[rows.faster]
+base = "lssar"
+train.learning_rate = 2e-3
+[rows.still-faster]
+base = "faster"
+train = {{ learning_rate = 4e-3, steps = 5 }}
+[rows.mqar]
+base = "mqar"
+train.warmup = 1
+"""
+    (tmp_path / "rows.toml").write_text(text)
+    made = study.recipes(*study.load(str(tmp_path / "rows.toml")), rows=["faster", "still-faster"])
+    assert [recipe.name for recipe in made] == ["faster-s0", "still-faster-s0"]
+    assert {recipe.model.mechanism for recipe in made} == {"lssar"}
+    found = [(recipe.train.learning_rate, recipe.train.warmup, recipe.train.steps) for recipe in made]
+    assert found == [(2e-3, 2, 3), (4e-3, 2, 5)]
+    task = study.recipes(*study.load(str(tmp_path / "rows.toml")), rows=["mqar"])
+    assert task[0].data.kind == "task", "a row with the name of its base is based on the recipe"
+    (tmp_path / "rows.toml").write_text(text.replace('model.mechanism = "lssar"', 'base = "still-faster"'))
+    with pytest.raises(LabError, match="row faster is based on itself: faster -> lssar -> still-faster -> faster"):
+        study.recipes(*study.load(str(tmp_path / "rows.toml")), rows=["faster"])
+
+
 def test_each_row_is_timed_once_whatever_its_name(two_rows: Path, tmp_path: Path, monkeypatch: Any) -> None:
     made = study.recipes(*study.load(str(two_rows)))
     timed = []
@@ -220,25 +252,25 @@ def test_each_row_is_timed_once_whatever_its_name(two_rows: Path, tmp_path: Path
         timed.append(recipe.name)
         return 1.0, 1
 
-    monkeypatch.setattr(study, "_trial", trial)
+    monkeypatch.setattr(estimate, "_trial", trial)
     jobs = plan_jobs(tmp_path, made, [recipe.name for recipe in made])
     for job in jobs:
         job.recipe = job.recipe.model_copy(update={"name": "x"})
     heard: list[str] = []
-    found = study.estimate(jobs, 1, tell=heard.append)
-    assert found.seconds == 4 * (1 + study.START_SECONDS)
+    found = estimate.estimate(jobs, 1, tell=heard.append)
+    assert found.seconds == 4 * (1 + estimate.START_SECONDS)
     assert found.bytes == 4 * (2 * 12 + 4) + 12, "two checkpoints and the model of each, and one that is written"
     assert timed == ["x", "x"]
     assert [line[-6:] for line in heard] == ["1 of 2", "2 of 2"]
-    assert study.estimate(jobs, 3).bytes == 4 * (2 * 12 + 4) + 3 * 12
+    assert estimate.estimate(jobs, 3).bytes == 4 * (2 * 12 + 4) + 3 * 12
     for job in jobs:
         job.trained = True
-    assert study.estimate(jobs, 1).seconds == pytest.approx(0.4 + 4 * study.START_SECONDS)  # the evaluations are left
+    assert estimate.estimate(jobs, 1).seconds == pytest.approx(4 * (0.1 + estimate.START_SECONDS))  # evaluations
 
 
 def test_off_a_terminal_an_estimate_says_what_it_does(two_rows: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """A line of what comes before, and one of each row that is timed: a row may take minutes."""
-    monkeypatch.setattr(study, "_trial", lambda *_: (1.0, 1))
+    monkeypatch.setattr(estimate, "_trial", lambda *_: (1.0, 1))
     screen = console()
     run_study(str(two_rows), tmp_path / "out", jobs=1, estimate_only=True, console=screen)
     loaded = study.load(str(two_rows))[0]
@@ -251,6 +283,19 @@ def test_off_a_terminal_an_estimate_says_what_it_does(two_rows: Path, tmp_path: 
         f"{loaded.title}: timing a few steps of {second}, 2 of 2",
     ]
     assert "4 runs, 4 of them left" in last
+
+
+def test_a_training_is_not_announced_for_what_is_trained_or_done(two_rows: Path, tmp_path: Path) -> None:
+    made = study.recipes(*study.load(str(two_rows)))[:3]
+    jobs, screen = plan_jobs(tmp_path, made, ["first", "second", "third"]), console()
+    jobs[1].trained, jobs[2].status = True, "finished"
+    with Screen(screen, jobs, 2):
+        pass
+    assert said(screen).splitlines()[:3] == [
+        "Training and evaluating first.",
+        "Evaluating what is trained: second.",
+        "2 at a time. Stop with Ctrl-C; started again, it goes on.",
+    ]
 
 
 def test_an_estimate_says_that_it_tokenises(two_rows: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -269,12 +314,12 @@ def test_the_estimate_counts_the_fine_tuning_for_a_classification(
     assert (recipe.train.length, recipe.train.batch, recipe.train.steps) == (32, 8, 10)
     also = recipe.evaluate.model_copy(update={"also": ["classification"]})
     jobs = plan_jobs(tmp_path, [recipe.model_copy(update={"evaluate": also})], [recipe.name])
-    monkeypatch.setattr(study, "_trial", lambda *_: (10.0, 1))
-    start = study.START_SECONDS
-    assert study.estimate(jobs, 1).seconds == pytest.approx(start + 10 + 9 * 153.6)
-    assert study.estimate(jobs, 1, processes=2).seconds == pytest.approx(start + 10 + 2 * 9 * 153.6)
+    monkeypatch.setattr(estimate, "_trial", lambda *_: (10.0, 1))
+    start = estimate.START_SECONDS
+    assert estimate.estimate(jobs, 1).seconds == pytest.approx(start + 10 + 9 * 153.6)
+    assert estimate.estimate(jobs, 1, processes=2).seconds == pytest.approx(start + 10 + 2 * 9 * 153.6)
     jobs[0].trained = True
-    assert study.estimate(jobs, 1).seconds == pytest.approx(start + 1 + 9 * 153.6)
+    assert estimate.estimate(jobs, 1).seconds == pytest.approx(start + 1 + 9 * 153.6)
 
 
 @pytest.mark.parametrize(
@@ -282,17 +327,17 @@ def test_the_estimate_counts_the_fine_tuning_for_a_classification(
     [(59 * 60 + 7, "about 59:07 (minutes:seconds), and"), (3600 * 1234.5, "about 1,234.5 hours, and")],
 )
 def test_what_takes_long_is_told_in_hours(seconds: float, told: str) -> None:
-    assert told in study.Expected(runs=1, left=1, seconds=seconds, bytes=0).text
+    assert told in estimate.Expected(runs=1, left=1, seconds=seconds, bytes=0).text
 
 
 def test_slow_steps_are_not_timed_four_times(two_rows: Path, monkeypatch: Any) -> None:
     steps, loss = [], objective.loss
     monkeypatch.setattr(objective, "loss", lambda *a: steps.append(1) or loss(*a))
     recipe = study.recipes(*study.load(str(two_rows)))[0]
-    assert study._trial(recipe, 1, 1)[0] > 0
-    monkeypatch.setattr(study, "TRIAL_SECONDS", 0.0)
-    assert study._trial(recipe, 1, 1)[0] > 0
-    assert len(steps) == study.TRIAL + 2
+    assert estimate._trial(recipe, 1, 1)[0] > 0
+    monkeypatch.setattr(estimate, "TRIAL_SECONDS", 0.0)
+    assert estimate._trial(recipe, 1, 1)[0] > 0
+    assert len(steps) == estimate.TRIAL + 2
 
 
 def test_the_estimate_trains_nothing(two_rows: Path, tmp_path: Path) -> None:

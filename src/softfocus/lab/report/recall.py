@@ -51,7 +51,7 @@ def save_recall_figure(recall: Recall, folder: Path) -> None:
 
 
 def _counts(recall: Recall, lengths: Sequence[int]) -> str:
-    """How many sequences of each length were answered. Where rows of a length differ, the fewest."""
+    """Sequences of each length that were answered. Where rows of a length differ, the fewest."""
     counts = [min(row.sequences for row in recall.shown if row.length == length) for length in lengths]
     if len(set(counts)) == 1:
         return f"{counts[0]:,} of each length"

@@ -70,6 +70,11 @@ class Job:
         self._now = now
 
     @property
+    def row(self) -> str:
+        """The name of the study's row."""
+        return self.recipe.name.removesuffix(f"-s{self.recipe.train.seed}")
+
+    @property
     def pace(self) -> float | None:
         """Seconds for the whole of a model at the speed so far, without start-up."""
         if self._began is None or self.share <= self._began[1]:

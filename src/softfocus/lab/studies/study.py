@@ -2,11 +2,9 @@
 each other.
 """
 
-import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,42 +12,30 @@ from pydantic import Field, ValidationError, model_validator
 from rich.console import Console
 
 from softfocus.lab.errors import LabError, UsageError, did_you_mean, first_mistake
-from softfocus.lab.progress import Listener, say, silent, telling, told_of
+from softfocus.lab.progress import say, telling
 from softfocus.lab.recipes.data import TRAINED_ON, Table
 from softfocus.lab.recipes.loading import LAB, derive, merged, shipped_in
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import Comparison, compare
-from softfocus.lab.report.points import without_seed
 from softfocus.lab.run_folder.disk import check_room, size_text, writing
 from softfocus.lab.run_folder.owner import refuse_in_use
 from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.studies import pool
-from softfocus.lab.studies.jobs import LOGS, TRAINING, Job, missing_lines, plan_jobs, refuse_failed
-from softfocus.lab.studies.screen import clock
+from softfocus.lab.studies.estimate import estimate
+from softfocus.lab.studies.jobs import LOGS, Job, missing_lines, plan_jobs, refuse_failed
 from softfocus.lab.train.memory import SMALLER, check_memory, check_processes
-
-TRIAL = 4
-"""Steps of each row that are timed for the estimate; the first, which sets things up, does not
-count.
-"""
-TRIAL_SECONDS = 10.0
-"""After which no further step of a row is timed, if one was."""
-CHECKPOINT = 4 * 3
-"""Bytes a parameter: its weight and two moments in float32."""
-KEPT = 2 * CHECKPOINT + 4
-"""Bytes a parameter that a run leaves: two checkpoints, and the model."""
-START_SECONDS = 6.0
-"""In which the process of a run starts, on a CPU: it imports torch and Transformers."""
 
 
 class Study(Table):
     """A TOML file: what the rows have in common, and in what they differ."""
 
     title: str
-    base: str = Field(default="demo", description="the recipe that every row changes, unless the row names another")
+    base: str = Field(default="demo", description="the recipe that every row changes that names no base of its own")
     seeds: list[int] = Field(default=[0], min_length=1)
     common: dict[str, Any] = Field(default={}, description="keys of the recipe that every row changes")
-    rows: dict[str, dict[str, Any]] = Field(min_length=1, description="name -> keys of the recipe that it changes")
+    rows: dict[str, dict[str, Any]] = Field(
+        min_length=1, description="name -> keys that it changes of the recipe, or of the row, that is its base"
+    )
 
     @model_validator(mode="after")
     def _nothing_is_dropped(self) -> Self:
@@ -58,7 +44,7 @@ class Study(Table):
         for where, keys in tables.items():
             train = keys.get("train")
             if not isinstance(keys.get("base", ""), str):
-                raise ValueError(f"{where}.base is {keys['base']!r}, and must be the name of a recipe")
+                raise ValueError(f"{where}.base is {keys['base']!r}, and must be the name of a recipe or row")
             if "name" in keys:
                 raise ValueError(f"{where}.name: a run has the name of its row and its seed")
             if isinstance(train, dict) and "seed" in train:
@@ -67,23 +53,6 @@ class Study(Table):
                 if table in keys and not isinstance(keys[table], dict):
                     raise ValueError(f"{where}.{table} is {keys[table]!r}, and must be a table")
         return self
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a study will take, from a trial of a few steps of each row."""
-
-    runs: int
-    left: int
-    seconds: float
-    bytes: int
-
-    @property
-    def text(self) -> str:
-        """In one line."""
-        hours = self.seconds / 3600
-        takes = f"{hours:,.1f} hours" if hours >= 1 else f"{clock(self.seconds)} (minutes:seconds)"
-        return f"{self.runs} runs, {self.left} of them left: about {takes}, and {size_text(self.bytes)} on disk"
 
 
 def shipped() -> list[str]:
@@ -133,16 +102,35 @@ def recipes(
         raise UsageError(f"--rows: there is no row {unknown[0]!r}", did_you_mean(unknown[0], study.rows, known))
     found = []
     for seed in seeds or study.seeds:
-        for name, row in study.rows.items():
+        for name in study.rows:
             if rows is not None and name not in rows:
                 continue
-            own = {key: value for key, value in row.items() if key != "base"}
+            base, own = _base_and_changes(study, name)
             changes = merged(merged(study.common, own), {"train": {"seed": seed}})
-            found.append(derive(row.get("base", study.base), f"{name}-s{seed}", changes, near))
+            found.append(derive(base, f"{name}-s{seed}", changes, near))
     if len(kinds := {recipe.data.kind for recipe in found}) > 1:
         what = " and some on ".join(TRAINED_ON[kind] for kind in sorted(kinds, reverse=True))
         raise LabError(f"some rows are trained on {what}", "make a study of each")
     return found
+
+
+def _base_and_changes(study: Study, name: str, seen: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
+    """The recipe that a row changes, and the keys that it changes, those of a row that it is based
+    on included.
+
+    Raises:
+        LabError: a row is based on itself, through others.
+    """
+    if name in seen:
+        loop = " -> ".join([*seen[seen.index(name) :], name])
+        raise LabError(f"row {name} is based on itself: {loop}", "change the base of one of them")
+    row = dict(study.rows[name])
+    if "base" not in row:
+        return study.base, row
+    if (own := row.pop("base")) == name or own not in study.rows:
+        return own, row
+    base, changes = _base_and_changes(study, own, (*seen, name))
+    return base, merged(changes, row)
 
 
 def run_study(
@@ -253,11 +241,11 @@ def train_all(
         if copied := _copied(left):
             where = f"{size_text(copied)} of shards are copied into the token cache first"
             say(console, f"{title}: {where}", wrap=True)
-        for (row, replaced), count in Counter((_row(job), job.replaced) for job in left if job.replaced).items():
+        for (row, replaced), count in Counter((job.row, job.replaced) for job in left if job.replaced).items():
             runs = f" ({count} runs)" if count > 1 else ""
             say(console, f"{row}{runs}: {replaced}, and will be replaced", wrap=True)
         # A layout may be another one than its writer thinks
-        kinds = {_row(job): job.recipe.model for job in left}
+        kinds = {job.row: job.recipe.model for job in left}
         for row, model in kinds.items():
             if model.layout:
                 say(console, f"{row}: {model.label}", wrap=True)
@@ -271,58 +259,11 @@ def train_all(
     return found
 
 
-def _row(job: Job) -> str:
-    """The name of a run's row."""
-    return job.recipe.name.removesuffix(f"-s{job.recipe.train.seed}")
-
-
 def _default_jobs() -> int:
     """Runs at a time, unless it is said: one on a GPU, else as many as there are cores."""
     import torch
 
     return 1 if torch.cuda.is_available() else cores()
-
-
-def estimate(
-    jobs: Sequence[Job], workers: int, processes: int = 1, tell: Callable[[str], None] = lambda text: None
-) -> Expected:
-    """What the runs that are not finished will take. Rows that are trained alike but for the seed
-    are timed once.
-
-    Each run is a process, which has to start. Of one that is trained the evaluation is left. That
-    is the screen's share of a run, and as long as training takes for the tokens on which a run is
-    fine-tuned for a classification. What passkeys, tasks and the rest of evaluate.also take is left
-    out. ``tell`` is called before each row, and while its corpus is prepared.
-    """
-    timed: dict[object, tuple[float, int]] = {}
-    left = [job for job in jobs if job.status == "waiting"]
-    rows = [without_seed(job.recipe.to_toml()) for job in left]
-    for job, row in zip(left, rows, strict=True):
-        if row not in timed:
-            tell(f"timing a few steps of {_row(job)}, {len(timed) + 1} of {len(set(rows))}")
-            timed[row] = _trial(job.recipe, max(1, cores() // workers), processes, told_of(tell))
-    seconds = 0.0
-    for job, row in zip(left, rows, strict=True):
-        training = TRAINING * timed[row][0]
-        seconds += START_SECONDS + timed[row][0] - (training if job.trained else 0.0)
-        if "classification" in job.recipe.evaluate.also:
-            seconds += training * _fine_tuning(job.recipe, processes)
-    seconds /= min(workers, max(1, len(left)))
-    sizes = [timed[row][1] for row in rows]
-    # Each run that trains writes a third checkpoint while it keeps two
-    size = KEPT * sum(sizes) + CHECKPOINT * sum(sorted(sizes)[-workers:])
-    return Expected(runs=len(jobs), left=len(left), seconds=seconds, bytes=size)
-
-
-def _fine_tuning(recipe: Recipe, processes: int) -> float:
-    """The tokens of the fine-tuning for a classification, which one process does, as a share of
-    those that it trains on.
-    """
-    from softfocus.lab.evaluate import classify
-
-    train = recipe.train
-    tokens = classify.EPOCHS * classify.TRAINING * min(classify.LONGEST, train.length)
-    return tokens * processes / (train.steps * train.batch * train.length)
 
 
 def _copied(jobs: Sequence[Job]) -> int:
@@ -336,44 +277,3 @@ def _copied(jobs: Sequence[Job]) -> int:
     needed = of_recipe.to_copy(job.recipe for job in jobs)
     tokens.check_room(tokens.default_cache(), needed)
     return needed
-
-
-def _trial(recipe: Recipe, threads: int, processes: int, listener: Listener = silent) -> tuple[float, int]:
-    """Seconds for a whole run, evaluation included, and its parameters."""
-    import torch
-    from torch.utils.data import default_collate
-
-    from softfocus.lab import model as models
-    from softfocus.lab import objective
-    from softfocus.lab.data import of_recipe as data
-
-    models.quiet()
-    source = data.load(recipe, listener)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        model = models.build(recipe, source.vocab_size, source.end_of_document).to(device)
-        optimiser = torch.optim.AdamW(model.parameters(), lr=0.0)
-        windows = source.training_windows(recipe)
-        rows = max(1, recipe.train.batch // (recipe.train.accumulate * processes))
-        start, began, timed = 0.0, time.perf_counter(), 0
-        for step in range(TRIAL):
-            if step == 1:
-                start = time.perf_counter()
-            batch = default_collate([windows[index] for index in range(rows)])
-            batch = {name: value.to(device) for name, value in batch.items()}
-            with torch.autocast(device, torch.bfloat16, enabled=recipe.train.bf16):
-                loss = objective.loss(recipe.data.kind, model, batch)
-            loss.backward()
-            optimiser.step()
-            optimiser.zero_grad()
-            loss.item()  # a GPU is waited for
-            timed = step
-            if timed and time.perf_counter() - began > TRIAL_SECONDS:
-                break
-        a_step = (time.perf_counter() - start) / timed * recipe.train.accumulate
-    finally:
-        torch.set_num_threads(before)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return a_step * recipe.train.steps / TRAINING, parameters

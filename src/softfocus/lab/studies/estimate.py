@@ -1,0 +1,126 @@
+"""What the runs of a study will take, from a trial of a few steps of each row."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from softfocus.lab.progress import Listener, silent, told_of
+from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.report.points import without_seed
+from softfocus.lab.run_folder.disk import size_text
+from softfocus.lab.run_folder.provenance import cores
+from softfocus.lab.studies.jobs import TRAINING, Job
+from softfocus.lab.studies.screen import clock
+
+TRIAL = 4
+"""Steps of each row that are timed for the estimate; the first, which sets things up, does not
+count.
+"""
+TRIAL_SECONDS = 10.0
+"""After which no further step of a row is timed, if one was."""
+CHECKPOINT = 4 * 3
+"""Bytes a parameter: its weight and two moments in float32."""
+KEPT = 2 * CHECKPOINT + 4
+"""Bytes a parameter that a run leaves: two checkpoints, and the model."""
+START_SECONDS = 6.0
+"""In which the process of a run starts, on a CPU: it imports torch and Transformers."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Runs, time and disk space."""
+
+    runs: int
+    left: int
+    seconds: float
+    bytes: int
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        hours = self.seconds / 3600
+        takes = f"{hours:,.1f} hours" if hours >= 1 else f"{clock(self.seconds)} (minutes:seconds)"
+        return f"{self.runs} runs, {self.left} of them left: about {takes}, and {size_text(self.bytes)} on disk"
+
+
+def estimate(
+    jobs: Sequence[Job], workers: int, processes: int = 1, tell: Callable[[str], None] = lambda text: None
+) -> Expected:
+    """What the runs that are not finished will take. Rows that are trained alike but for the seed
+    are timed once.
+
+    Each run is a process, which has to start. Of one that is trained the evaluation is left. That
+    is the screen's share of a run, and as long as training takes for the tokens on which a run is
+    fine-tuned for a classification. What passkeys, tasks and the rest of evaluate.also take is left
+    out. ``tell`` is called before each row, and while its corpus is prepared.
+    """
+    timed: dict[object, tuple[float, int]] = {}
+    left = [job for job in jobs if job.status == "waiting"]
+    rows = [without_seed(job.recipe.to_toml()) for job in left]
+    for job, row in zip(left, rows, strict=True):
+        if row not in timed:
+            tell(f"timing a few steps of {job.row}, {len(timed) + 1} of {len(set(rows))}")
+            timed[row] = _trial(job.recipe, max(1, cores() // workers), processes, told_of(tell))
+    seconds = 0.0
+    for job, row in zip(left, rows, strict=True):
+        training = TRAINING * timed[row][0]
+        seconds += START_SECONDS + timed[row][0] - (training if job.trained else 0.0)
+        if "classification" in job.recipe.evaluate.also:
+            seconds += training * _fine_tuning(job.recipe, processes)
+    seconds /= min(workers, max(1, len(left)))
+    sizes = [timed[row][1] for row in rows]
+    # Each run that trains writes a third checkpoint while it keeps two
+    size = KEPT * sum(sizes) + CHECKPOINT * sum(sorted(sizes)[-workers:])
+    return Expected(runs=len(jobs), left=len(left), seconds=seconds, bytes=size)
+
+
+def _fine_tuning(recipe: Recipe, processes: int) -> float:
+    """The tokens of the fine-tuning for a classification, which one process does, as a share of
+    those that it trains on.
+    """
+    from softfocus.lab.evaluate import classify
+
+    train = recipe.train
+    tokens = classify.EPOCHS * classify.TRAINING * min(classify.LONGEST, train.length)
+    return tokens * processes / (train.steps * train.batch * train.length)
+
+
+def _trial(recipe: Recipe, threads: int, processes: int, listener: Listener = silent) -> tuple[float, int]:
+    """Seconds for a whole run, evaluation included, and its parameters."""
+    import torch
+    from torch.utils.data import default_collate
+
+    from softfocus.lab import model as models
+    from softfocus.lab import objective
+    from softfocus.lab.data import of_recipe as data
+
+    models.quiet()
+    source = data.load(recipe, listener)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        model = models.build(recipe, source.vocab_size, source.end_of_document).to(device)
+        optimiser = torch.optim.AdamW(model.parameters(), lr=0.0)
+        windows = source.training_windows(recipe)
+        rows = max(1, recipe.train.batch // (recipe.train.accumulate * processes))
+        start, began, timed = 0.0, time.perf_counter(), 0
+        for step in range(TRIAL):
+            if step == 1:
+                start = time.perf_counter()
+            batch = default_collate([windows[index] for index in range(rows)])
+            batch = {name: value.to(device) for name, value in batch.items()}
+            with torch.autocast(device, torch.bfloat16, enabled=recipe.train.bf16):
+                loss = objective.loss(recipe.data.kind, model, batch)
+            loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+            loss.item()  # a GPU is waited for
+            timed = step
+            if timed and time.perf_counter() - began > TRIAL_SECONDS:
+                break
+        a_step = (time.perf_counter() - start) / timed * recipe.train.accumulate
+    finally:
+        torch.set_num_threads(before)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return a_step * recipe.train.steps / TRAINING, parameters
