@@ -127,11 +127,8 @@ def test_what_is_said_of_passkeys_holds_for_every_seed():
         assert all(share == 1 for seed in by[label] for share in seed.values()), label
     heads = [seed[8192, False] for seed in by["global-heads"]]
     assert "find {:.2f}, {:.2f} and {:.2f} of the digits at 64 times the length".format(*heads) in TEXT
-    first, evidence = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/evidence.md"))
-    assert f"at 1e-3 they find {min(heads):.2f} to {max(heads):.2f} of the digits there" in first
-    every = "trained at 5e-4, find every number at {}64 times the length (three seeds)"
-    assert every.format("up to ") in first
-    assert every.format("") in evidence
+    evidence = " ".join((ROOT / "docs/evidence.md").read_text().split())
+    assert "trained at 5e-4, find every number at 64 times the length (three seeds)" in evidence
     for label in by.keys() - {"softmax-nope", "lssa-nope", "lssar-nope", "global-heads", "global-heads-half"}:
         assert whole[label, 64] == [0, 0, 0], label
         assert all(seed[8192, False] < 0.2 for seed in by[label]), "near chance"

@@ -136,7 +136,7 @@ def test_one_start_serves_both():
     assert len(blind) == 32
     assert f"With a window of 64 tokens in all heads the eight models find {min(blind):.2f} to {max(blind):.2f}" in TEXT
     more = [one[4096, True] for one in longer]
-    text = f"it finds {least} or more among filler at up to 64 times the training length, and"
+    text = f"they find {least} or more among filler at up to 64 times the training length, and"
     assert f"{text} {min(more):.2f} to {max(more):.2f} among 64 times as many pairs." in readme
     assert f"On recall it finds at least {least} among filler at 64 times the length." in goal
 
