@@ -4,7 +4,7 @@ add one.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -75,6 +75,10 @@ class Catalog(Mapping[str, Entry]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __reduce__(self) -> tuple[Callable[[], "Catalog"], tuple[()]]:
+        """Copied or unpickled, it is the process's own."""
+        return mechanisms, ()
 
     def __repr__(self) -> str:
         return "\n".join(f"{e.name:24} {e.source:44} {e.equation}" for e in self._entries.values())

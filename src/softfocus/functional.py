@@ -162,6 +162,7 @@ def attention(
         layout = _layout(query, key, value, is_causal, scale, enable_gqa, mechanism, window_size, backend)
         if runner := ops.runners.get(layout):
             return runner(query, key, value)
+    validation.check_flag("return_statistics", return_statistics)
     call = validated_call(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mechanism=mechanism,
         window_size=window_size, key_mask=key_mask, document_ids=document_ids, bias=bias, head_scale=head_scale,
@@ -291,7 +292,7 @@ def _of_causal_bias(variant: str, query: Tensor, key: Tensor, right: int) -> tup
     return torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril(), right
 
 
-def _may_be_added(x: Tensor) -> bool:
+def may_be_added(x: Tensor) -> bool:
     """float8 may not: torch neither compares nor adds it."""
     return x.is_floating_point() and x.dtype.itemsize > 1
 
@@ -303,7 +304,7 @@ def _mask_and_bias(
     mask = None
     if bias is not None:
         bias = validation.check_broadcast("bias", bias, query, key)
-        if not _may_be_added(bias):
+        if not may_be_added(bias):
             raise TypeError(
                 f"bias: got dtype {bias.dtype}, expected floating point of 16 bits or more; a bool mask is attn_mask"
             )
@@ -311,10 +312,13 @@ def _mask_and_bias(
         attn_mask = validation.check_broadcast("attn_mask", attn_mask, query, key)
         if attn_mask.dtype == torch.bool:
             mask = attn_mask
-        elif _may_be_added(attn_mask):
+        elif may_be_added(attn_mask):
             hidden = attn_mask <= HIDDEN
             mask = ~hidden
             added = attn_mask.masked_fill(hidden, 0.0)
+            # Most masks hold only 0 and "hidden". On a GPU the question would wait for the device
+            if attn_mask.is_cpu and ops.can_bypass_dispatcher(attn_mask) and not added.any():
+                return mask, bias
             if bias is not None:  # in float32 at least: the bias's gradient sums this tensor's gradient
                 wide = torch.promote_types(torch.promote_types(bias.dtype, added.dtype), torch.float32)
                 added = bias.to(wide) + added

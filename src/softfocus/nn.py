@@ -8,7 +8,7 @@ from torch import Tensor
 
 from softfocus import validation
 from softfocus.catalog import LEARNABLE, learned_parameters, name_of
-from softfocus.functional import HIDDEN, attention
+from softfocus.functional import HIDDEN, attention, may_be_added
 from softfocus.mechanism import Mechanism
 from softfocus.row_weights import weights
 
@@ -113,13 +113,17 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         batched = query.dim() == 3
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        if key.size(0) != query.size(0):
+            raise ValueError(f"key: got batch {key.size(0)}, expected the query's, {query.size(0)}")
+        if value.shape[:2] != key.shape[:2]:
+            came, expected = (f"batch {x.size(0)} and length {x.size(1)}" for x in (value, key))
+            raise ValueError(f"value: got {came}, expected the key's, {expected}")
         q, k, v = self._projected(query, key, value)
         more = k.size(2) - key.size(1)  # keys of add_bias_kv and add_zero_attn, which no mask hides
         masks: dict[str, Any] = {
-            **_of_padding(key_padding_mask, key, more),
+            **_of_padding(key_padding_mask, key, more, batched),
             "attn_mask": _of_attn_mask(attn_mask, (query.size(0), self.num_heads, query.size(1), key.size(1)), more),
             **{name: getattr(self, f"softfocus_{name}", None) for name in LEARNABLE},
             "mechanism": self.mechanism,
@@ -155,21 +159,23 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return q, k, v
 
 
-def _of_padding(mask: Tensor | None, key: Tensor, more: int) -> dict[str, Tensor | None]:
-    """key_padding_mask [N, S] as arguments of ``attention()``: which keys are real, and what is
-    added to the scores. key is [N, S, E].
+def _of_padding(mask: Tensor | None, key: Tensor, more: int, batched: bool) -> dict[str, Tensor | None]:
+    """key_padding_mask [N, S], or [S] without a batch, as arguments of ``attention()``: which keys
+    are real, and what is added to the scores. key is [N, S, E].
     """
     if mask is None:
         return {}
-    validation.check_class("key_padding_mask", mask)
-    if mask.shape != key.shape[:2]:
-        raise ValueError(
-            f"key_padding_mask: got shape {list(mask.shape)}, expected [batch, key length] = {list(key.shape[:2])}"
-        )
+    validation.check_tensor("key_padding_mask", mask, key.device)
+    expected = key.shape[:2] if batched else key.shape[1:2]
+    if mask.shape != expected:
+        sizes = "[batch, key length]" if batched else "[key length]"
+        raise ValueError(f"key_padding_mask: got shape {list(mask.shape)}, expected {sizes} = {list(expected)}")
+    mask = mask if batched else mask[None]
     if mask.dtype == torch.bool:
         return {"key_mask": F.pad(~mask, (0, more), value=True)}
-    if not mask.is_floating_point():
-        raise TypeError(f"key_padding_mask: got dtype {mask.dtype}, expected torch.bool (True hides) or floating point")
+    if not may_be_added(mask):
+        expected_dtype = "torch.bool (True hides) or floating point of 16 bits or more"
+        raise TypeError(f"key_padding_mask: got dtype {mask.dtype}, expected {expected_dtype}")
     real = ~(mask <= HIDDEN)  # a NaN is no hidden key: it makes the row NaN
     return {
         "key_mask": F.pad(real, (0, more), value=True),
@@ -192,5 +198,7 @@ def _of_attn_mask(mask: Tensor | None, sizes: tuple[int, int, int, int], more: i
             f"[batch * heads, query length, key length] = {[batch * heads, *lengths]}"
         )
     mask = ~mask if mask.dtype == torch.bool else mask
+    if more:
+        mask = mask.expand(*mask.shape[:-1], lengths[1])
     mask = F.pad(mask, (0, more), value=mask.dtype == torch.bool)
     return mask if mask.dim() == 2 else mask.unflatten(0, (-1, heads))

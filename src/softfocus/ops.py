@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from itertools import compress
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -221,7 +221,7 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
         NotImplementedError: a tensor has a tangent.
     """
     if torch.compiler.is_compiling():
-        if _compiles_forward_mode():
+        if _is_inside("Jvp"):
             raise NotImplementedError(NO_TANGENTS)
     elif forward_ad._current_level >= 0:
         _refuse_duals(*(x for x in tensors if x is not None))
@@ -236,13 +236,15 @@ def _refuse_duals(*tensors: Tensor) -> None:
         raise NotImplementedError(NO_TANGENTS)
 
 
-def _compiles_forward_mode() -> bool:
-    """Whether torch.compile traces the inside of torch.func.jvp or jacfwd."""
+def _is_inside(transform: Literal["Grad", "Jvp"]) -> bool:
+    """Whether a call, or what torch.compile traces, is inside torch.func.grad, vjp or a jacobian
+    (Grad), or torch.func.jvp or jacfwd (Jvp).
+    """
     levels = torch._C._functorch.get_interpreter_stack() or []
-    return any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels)
+    return any(level.key() == getattr(torch._C._functorch.TransformType, transform) for level in levels)
 
 
-_compiles_forward_mode._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_inside._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refuse_functional_gradients() -> None:
@@ -252,10 +254,9 @@ def _refuse_functional_gradients() -> None:
     Raises:
         NotImplementedError: inside torch.func.grad, vjp or a jacobian.
     """
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None:
         return
-    levels = torch._C._functorch.get_interpreter_stack() or []
-    if any(level.key() == torch._C._functorch.TransformType.Grad for level in levels):
+    if _is_inside("Grad"):
         raise NotImplementedError(
             "softfocus: only backend='reference' works under torch.func.grad, vjp and jacobians; "
             "torch.autograd.grad and .backward() work with every backend"

@@ -55,7 +55,7 @@ def check_tensors(
         names: what the caller calls key and value.
         paged: they lie in pages [pages, Hk, page size, D].
     """
-    _check_flag("enable_gqa", enable_gqa)
+    check_flag("enable_gqa", enable_gqa)
     key_name, value_name = names
     for name, x in (("query", query), (key_name, key), (value_name, value)):
         check_class(name, x)
@@ -148,7 +148,8 @@ def causal_bias(attn_mask: object, query: Tensor, key: Tensor) -> str | None:
     return str(attn_mask.variant.name)  # type: ignore[attr-defined]
 
 
-def _is_tensor(name: str, x: object, device: torch.device) -> None:
+def check_tensor(name: str, x: object, device: torch.device) -> None:
+    """A plain, dense tensor on the query's device."""
     check_class(name, x)
     assert isinstance(x, Tensor)
     if x.device != device:
@@ -181,14 +182,20 @@ def scale_of(scale: object, mechanism: Mechanism, head_dim: int) -> float:
 
 
 def check_broadcast(name: str, x: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask or bias as a 4-D tensor that broadcasts to [B, H, Lq, Lk]."""
+    """A mask or bias as a 4-D tensor that broadcasts to [B, H, Lq, Lk].
+
+    An expanded dimension is of size 1 in it, so that what is computed from it is not expanded. A
+    tensor that requires grad keeps its shape, which its gradient has.
+    """
     target = (query.size(0), query.size(1), query.size(2), key.size(2))
-    _is_tensor(name, x, query.device)
+    check_tensor(name, x, query.device)
     if 2 <= x.dim() <= 4:
         full = x[(None,) * (4 - x.dim())]
         # Not `have in (1, want)`: torch.compile answers that without comparing a symbolic size
         if all(have == 1 or have == want for have, want in zip(full.shape, target, strict=True)):
-            return full
+            if full.requires_grad or all(step != 0 for step in full.stride()):
+                return full
+            return full[tuple(slice(0, 1) if step == 0 else slice(None) for step in full.stride())]
     raise ValueError(
         f"{name}: got shape {_shape(x)}, expected one that broadcasts to [batch, heads, query length, key length] = "
         f"{list(target)}"
@@ -197,7 +204,7 @@ def check_broadcast(name: str, x: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 def check_keys(name: str, x: Tensor, key: Tensor) -> None:
     """A tensor with one entry a key: [B, Lk]."""
-    _is_tensor(name, x, key.device)
+    check_tensor(name, x, key.device)
     if x.shape != (key.size(0), key.size(2)):
         raise ValueError(
             f"{name}: got shape {_shape(x)}, expected [batch, key length] = [{key.size(0)}, {key.size(2)}]"
@@ -238,7 +245,7 @@ def check_per_head(name: str, x: Tensor, query: Tensor) -> None:
         )
     if x.shape != (query.size(1),):
         raise ValueError(f"{name}: got shape {_shape(x)}, expected [heads] = [{query.size(1)}]")
-    _is_tensor(name, x, query.device)
+    check_tensor(name, x, query.device)
 
 
 def check_learned(head_scale: Tensor | None, power: Tensor | None, query: Tensor, mechanism: Mechanism) -> None:
@@ -259,7 +266,7 @@ def check_cache(query: Tensor, key_cache: Tensor, lengths: Tensor, page_table: T
     if page_table is not None:
         integers.append(("page_table", page_table, "[batch, pages of a sequence]"))
     for name, x, shape in integers:
-        _is_tensor(name, x, query.device)
+        check_tensor(name, x, query.device)
         if x.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name}: got dtype {x.dtype}, expected torch.int32 or torch.int64")
         if x.dim() != shape.count(",") + 1 or x.size(0) != query.size(0):
@@ -292,7 +299,7 @@ def check_cache_values(key_cache: Tensor, lengths: Tensor, page_table: Tensor | 
 
 def window_of(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:
     """(left, right), -1 for no bound, with causality folded in."""
-    _check_flag("is_causal", is_causal)
+    check_flag("is_causal", is_causal)
     left, right = -1, -1
     if window_size is not None:
         if not (
@@ -345,11 +352,13 @@ def rows_of(rows: Sequence[int] | Tensor | None, query: Tensor) -> Tensor:
     return chosen % max(1, length)
 
 
-def _check_flag(name: str, x: object) -> None:
+def check_flag(name: str, x: object) -> None:
     """Refuses what is only truthy, such as "no" or a mask given in a flag's place."""
     one = isinstance(x, Tensor) and x.dtype == torch.bool and x.numel() == 1  # a traced flag
     if not (isinstance(x, bool) or one):
-        raise TypeError(f"{name}: got {type(x).__name__}, expected True or False")
+        kind = type(x)
+        came = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        raise TypeError(f"{name}: got {came}, expected True or False")
 
 
 def check_dropout(dropout_p: float, mechanism: Mechanism) -> None:

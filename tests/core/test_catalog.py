@@ -2,6 +2,9 @@
 write.
 """
 
+import copy
+import pickle
+
 import pytest
 
 from softfocus import Mechanism, laser, mechanisms, named, sharpened
@@ -103,6 +106,12 @@ def test_is_a_read_only_mapping():
         catalogue["lsar"]
     with pytest.raises(TypeError):
         catalogue["mine"] = catalogue["lssar"]  # type: ignore[index]
+
+
+def test_copies_and_pickles_are_the_process_own():
+    known = mechanisms()
+    assert copy.deepcopy(known) is known
+    assert pickle.loads(pickle.dumps(known)) is known
 
 
 def test_prints_as_a_table():

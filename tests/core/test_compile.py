@@ -226,6 +226,7 @@ def test_vmap_runs_and_functional_gradients_are_refused_by_name(backend):
         lambda: torch.func.grad(lambda *x: call(*x).sum())(*one),
         lambda: torch.func.jacrev(call)(*one),
         lambda: torch.func.grad(lambda *x: torch.vmap(call)(*x).sum())(*given),
+        lambda: torch.compile(torch.func.grad(lambda *x: call(*x).sum()), backend="eager")(*one),
     ):
         with pytest.raises(NotImplementedError, match=r"only backend='reference' works under torch\.func\.grad"):
             refused()

@@ -181,6 +181,16 @@ def test_a_row_that_sees_nothing_is_not_nan():
     assert not shown.any()
 
 
+@pytest.mark.parametrize("appended", [{}, {"add_zero_attn": True}, {"add_bias_kv": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_with_one_entry_for_all_keys_hides_no_appended_key(appended, dtype):
+    module = MultiheadAttention(E, H, batch_first=True, **appended)
+    x = torch.randn(N, L, E)
+    hides = (torch.arange(L) < 2)[:, None]
+    one, full = (floating(mask).float() if dtype != torch.bool else mask for mask in (hides, hides.expand(L, L)))
+    torch.testing.assert_close(module(x, x, x, attn_mask=one), module(x, x, x, attn_mask=full.contiguous()))
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_it_does_not_take():
     with pytest.raises(ValueError, match=r"^dropout_p: got 0\.1 with a LASER mechanism"):
@@ -197,6 +207,18 @@ def test_what_it_does_not_take():
     hides = torch.zeros(N + 1, L, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"^key_padding_mask: got shape \[4, 5\], expected .* = \[3, 5\]"):
         module(x, x, x, key_padding_mask=hides)
+    with pytest.raises(ValueError, match=r"^key_padding_mask: is on meta, expected the query's device cpu"):
+        module(x, x, x, key_padding_mask=hides[:N].to("meta"))
+    with pytest.raises(TypeError, match=r"^key_padding_mask: got dtype torch\.float8_e4m3fn, expected .* 16 bits"):
+        module(x, x, x, key_padding_mask=hides[:N].to(torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match=r"^key_padding_mask: got shape \[1, 5\], expected \[key length\] = \[5\]"):
+        module(x[0], x[0], x[0], key_padding_mask=hides[:1])
+    with pytest.raises(ValueError, match=r"^key: got batch 2, expected the query's, 3$"):
+        module(x, x[:2], x[:2])
+    with pytest.raises(
+        ValueError, match=r"^value: got batch 3 and length 4, expected .* 3 and length 5$"
+    ):
+        module(x, x, x[:, 1:])
     for shape in [(L, L + 1), (N, L, L), (N, H, L, L), (L,)]:
         expected = rf"^attn_mask: got shape \[{', '.join(map(str, shape))}\], expected .* = \[5, 5\] .* = \[12, 5, 5\]"
         with pytest.raises(ValueError, match=expected):

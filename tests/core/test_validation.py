@@ -5,10 +5,11 @@ and what is expected.
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 
-from softfocus import attention, explain, validation
+from softfocus import attention, explain, functional, validation
 
 B, H, LQ, LK, D, DV = 2, 4, 3, 5, 8, 6
 
@@ -31,6 +32,10 @@ REFUSED = {
     "query is no tensor": ({"query": [[1.0]]}, TypeError, ["query", "list", "torch.Tensor"]),
     "key is no tensor": ({"key": None}, TypeError, ["key", "NoneType", "torch.Tensor"]),
     "value is no tensor": ({"value": 1.0}, TypeError, ["value", "float", "torch.Tensor"]),
+    "return_statistics is a word": (
+        {"return_statistics": "no"}, TypeError, ["return_statistics", "str", "True or False"],
+    ),
+    "is_causal of numpy": ({"is_causal": np.bool_(True)}, TypeError, ["is_causal", "numpy.bool", "True or False"]),
     "is_causal is a word": ({"is_causal": "no"}, TypeError, ["is_causal", "str", "True or False"]),
     "enable_gqa is a number": ({"enable_gqa": 1}, TypeError, ["enable_gqa", "int", "True or False"]),
     "query of three dimensions": (
@@ -300,6 +305,29 @@ def test_every_shape_that_broadcasts_is_taken_as_torch_broadcasts_it(backend, na
     one = attention(**same, **{name: given}, mechanism="softmax", backend=backend)
     other = attention(**same, **{name: full}, mechanism="softmax", backend=backend)
     assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "bias"])
+def test_an_expanded_mask_is_computed_once(name):
+    """With grad it keeps its shape, which its gradient has."""
+    x = torch.randn(LQ, LK).expand(B, H, LQ, LK)
+    call = functional.validated_call(**tensors(), **{name: x}, mechanism="softmax")
+    assert call.bias.shape == (1, 1, LQ, LK)
+    leaf = x.detach().requires_grad_()
+    call = functional.validated_call(**tensors(), **{name: leaf}, mechanism="softmax")
+    assert call.bias.shape == (B, H, LQ, LK)
+    out = attention(**tensors(), **{name: leaf}, mechanism="softmax")
+    assert torch.autograd.grad(out.sum(), leaf)[0].shape == (B, H, LQ, LK)
+
+
+def test_a_floating_mask_that_only_hides_adds_nothing():
+    hidden = torch.rand(LQ, LK, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask = torch.zeros(LQ, LK).masked_fill(hidden, -torch.inf)
+    call = functional.validated_call(**tensors(), attn_mask=mask)
+    assert call.bias is None
+    assert torch.equal(call.visibility.mask, ~hidden[None, None])
+    for other in (mask.where(mask < 0, 0.5), mask.where(mask < 0, torch.nan), mask.clone().requires_grad_()):
+        assert functional.validated_call(**tensors(), attn_mask=other).bias is not None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ TEXT = " ".join(PAGE.split())
 
 
 def reasons() -> dict[str, dict[str, Group]]:
-    """Rows of the softplus paper's claims, and what `toy-longer` changes in them, three seeds each."""
+    """Rows of the softplus paper's claims, and what `toy-longer` changes in them: three seeds."""
     changed = by_row("toy-longer")
     published = [claim(f"softplus-table-{number}") for number in (4, 3, 1)]
     rows: dict[str, dict[str, Group]] = {}
