@@ -162,7 +162,10 @@ class Layout:
         """The groups of heads of a layer, by its number in the model."""
         if self.layers is None:
             return self.kinds[0]
-        if index is None or not 0 <= index < len(self.layers):
+        if index is None:
+            what = "it finds layers by number, and an attention module of the model has no layer_idx"
+            raise ValueError(f"layout: {what}; give one mechanism for all layers")
+        if not 0 <= index < len(self.layers):
             raise ValueError(f"layer {index}: the layout describes the layers 0 to {len(self.layers) - 1}")
         return self.kinds[self.layers[index]]
 
@@ -249,10 +252,11 @@ def resolve(spec: Mapping[Any, Any], config: Any) -> Layout:
             )
         if twice := [layer for layer in which if layer in chosen]:
             raise ValueError(f"layout: {key!r} chooses layer {twice[0]}, which another key has chosen already")
-        kind = _layer(value, key, config)
-        if kind not in kinds:
-            kinds.append(kind)
-        chosen |= dict.fromkeys(which, kinds.index(kind))
+        for layer in which:
+            kind = _layer(value, key, config_of_layer(config, layer))
+            if kind not in kinds:
+                kinds.append(kind)
+            chosen[layer] = kinds.index(kind)
     if missing := [str(layer) for layer in range(count) if layer not in chosen]:
         layers = "layer" if len(missing) == 1 else "layers"
         raise ValueError(f"layout: no key chooses {layers} {', '.join(missing)} of {count}; add '*' for the rest")
@@ -278,13 +282,21 @@ def layer_count(config: Any) -> int:
     """
     if any(getattr(config, key, None) is not None for key in getattr(config, "sub_configs", {})):
         raise ValueError(
-            f"layout: a {config.model_type} model has several stacks of layers; give use() the inner model, such as "
-            "model.language_model"
+            f"layout: a {config.model_type} model has several stacks of layers; give use() an inner model (of Llava: "
+            "model.model.language_model)"
         )
     count = getattr(config, "num_hidden_layers", None)
     if not isinstance(count, int) or getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"layout: a {config.model_type} model has no single stack of numbered layers to lay out")
     return count
+
+
+def config_of_layer(config: Any, layer: int | None) -> Any:
+    """The config of one layer. Where layers differ in keys of a config, Transformers refuses to
+    read these keys off the whole.
+    """
+    apart = layer is not None and getattr(config, "is_heterogeneous", False)
+    return config.per_layer_config[layer] if apart else config
 
 
 def _layers(key: Any, config: Any, count: int) -> list[int]:

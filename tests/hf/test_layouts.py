@@ -919,7 +919,7 @@ def test_what_cannot_be_laid_out_is_refused(build):
     )
     with pytest.raises(ValueError, match="no single stack"):
         softfocus.hf.use(bart, {"*": "lssar"})
-    with pytest.raises(ValueError, match="give use\\(\\) the inner model"):
+    with pytest.raises(ValueError, match=r"give use\(\) an inner model"):
         softfocus.hf.use(LlavaConfig(text_config=LlamaConfig()), {"*": "lssar"})
     with pytest.raises(TypeError, match="power beside a layout"):
         softfocus.hf.use(build("llama"), {"*": "lssar"}, power=3.0)

@@ -27,16 +27,13 @@ such a model there.
 """
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
-
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING
 except ModuleNotFoundError as error:
     if error.name != "transformers":
         raise
@@ -50,6 +47,7 @@ from softfocus.hf import classes as _classes
 from softfocus.hf import config as _config
 from softfocus.hf import learned as _learned
 from softfocus.hf import peft as _peft
+from softfocus.hf import refusals as _refusals
 from softfocus.hf import sharing as _sharing
 from softfocus.hf import t6 as _t6
 from softfocus.hf.adapter import attention_forward
@@ -118,26 +116,20 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
             with attention dropout, which it refuses in training. Or the model is a part of another
             one that cannot be saved with it, as T5's encoder.
     """
-    if not isinstance(target, PreTrainedConfig | PreTrainedModel):
-        raise TypeError(
-            f"target: got {type(target).__name__}, expected a Transformers model or config; "
-            "of a wrapped model (compiled, PEFT, DDP) give the model inside"
-        )
-    config: PreTrainedConfig = target if isinstance(target, PreTrainedConfig) else target.config
-    layout = _layout(mechanism, parameters, config)
+    layout = _layout(mechanism, parameters, _config_of(target))
     if isinstance(target, PreTrainedConfig):
-        _refuse_class_without_dispatch(target)
+        _refusals.refuse_class_without_dispatch(target)
         _put(target, layout)
         return target
     _sharing.refuse_part(target)
     modules = list(_learned.attention_modules(target))
-    _refuse_without_dispatch(target, modules)
+    _refusals.refuse_without_dispatch(target, modules)
     if any(group.mechanism.laser for group in layout.groups()):
-        _warn_of_dropout(target)
+        _refusals.warn_of_dropout(target)
     if any(group.mechanism.counts_keys for group in layout.groups()):
-        _warn_of_keys_that_count(target)
+        _refusals.warn_of_keys_that_count(target)
     if layout.layers is not None:
-        _refuse_other_layers(modules, layout)
+        _refusals.refuse_other_layers(modules, layout)
     _sharing.separate(target)
     with _as_it_was_after_an_error(target):
         for module in modules:
@@ -149,9 +141,9 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
 
 def layout_of(target: PreTrainedModel | PreTrainedConfig) -> Layout | None:
     """What the attention of a model or of a config's models runs; None where :func:`use` was never
-    called.
+    called. Of a composite model it is what :func:`use` put into the whole; a part may run another.
     """
-    return _config.layout_of(target if isinstance(target, PreTrainedConfig) else target.config)
+    return _config.layout_of(_config_of(target))
 
 
 def window(target: Target, keys: int, sinks: int = 0) -> Target:
@@ -159,8 +151,8 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
     softmax would try first.
 
     Heads that have a window as narrow already keep theirs: to widen or take away a window, call
-    :func:`use` again. Nothing is learned anew. What :func:`use` put in is changed in place; call
-    ``use(model, "softmax")`` first where it was never called.
+    :func:`use` again. Nothing is learned anew. What :func:`use` put in is changed in place, in each
+    part of a composite model; call ``use(model, "softmax")`` first where it was never called.
 
     Args:
         target: a model or config that :func:`use` has changed.
@@ -172,10 +164,10 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
         The target.
 
     Raises:
-        ValueError: no mechanism in the target, a window that holds no key, more sinks than keys,
-            sinks beside heads that keep a window of their own, a model with an encoder and a
-            decoder, or a part that shares its config with another part.
-        TypeError: ``keys`` is no whole number.
+        ValueError: no mechanism in the target or in a part of it, a window that holds no key, more
+            sinks than keys, sinks beside heads that keep a window of their own, a model with an
+            encoder and a decoder, or a part that shares its config with another part.
+        TypeError: not a model or config, or ``keys`` is no whole number.
 
     Warns:
         UserWarning: every head of the model keeps its own window, so that nothing changes.
@@ -185,9 +177,8 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
             f"keys: got {keys!r}, expected a whole number; to take a window away, call softfocus.hf.use() again"
         )
     keys = operator.index(keys)
-    layout = layout_of(target)
-    if layout is None:
-        raise ValueError("window: the model runs its own attention; call softfocus.hf.use(model, 'softmax') first")
+    layouts = [layout for _, layout in _layouts(target)]
+    _refusals.refuse_unchanged("window", layouts)
 
     def narrowed(group: Heads) -> Heads:
         if group.window is not None and group.window <= keys:
@@ -199,17 +190,20 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
             return group
         return replace(group, window=keys, sinks=sinks)
 
-    narrow = layout.map(narrowed)
+    for layout in layouts:  # what does not fit is said before a model gets a config of its own
+        layout.map(narrowed)
     if isinstance(target, PreTrainedModel):
         _sharing.refuse_part(target)
-        if all(group.window is not None and group.window < keys for group in layout.groups()):
+        _refusals.refuse_own_parts(target)
+        groups = [group for layout in layouts for group in layout.groups()]
+        if all(group.window is not None and group.window < keys for group in groups):
             warn(
                 f"softfocus.hf.window: every head keeps its own window of fewer than {keys} keys; to widen it, call "
                 "softfocus.hf.use() again",
                 UserWarning,
             )
         _sharing.separate(target)
-    _write(target, narrow)
+    _write(target, [(config, layout.map(narrowed)) for config, layout in _layouts(target)])
     return target
 
 
@@ -222,26 +216,28 @@ def assign(target: PreTrainedModel | PreTrainedConfig, mechanism: str | Mechanis
     saved as adapters of what is assigned; a :func:`window` does not change that.
 
     Raises:
-        ValueError: other heads would learn something, a layout that does not fit the model, or a
-            part that shares its config with another part.
+        ValueError: :func:`use` was never called on the target, other heads would learn something, a
+            layout that does not fit the model, or a part that shares its config with another part.
+        TypeError: not a model, config, mechanism or layout.
     """
+    layout = _layout(mechanism, {}, _config_of(target))
     if isinstance(target, PreTrainedModel):
         _sharing.refuse_part(target)
-    layout = _layout(mechanism, {}, target if isinstance(target, PreTrainedConfig) else target.config)
+    _refusals.refuse_unchanged("assign", _layouts(target))
     for config in _configs(target):
         _learned.refuse_other_learners(_config.layout_of(config), layout)
     _put(target, layout)
 
 
 def _put(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
-    _write(target, layout)
+    _write(target, [(config, layout) for config in _configs(target)])
     if isinstance(target, PreTrainedModel):
         _peft.renew(_sharing.outermost(target))
 
 
-def _write(target: PreTrainedModel | PreTrainedConfig, layout: Layout) -> None:
+def _write(target: PreTrainedModel | PreTrainedConfig, layouts: Sequence[tuple[PreTrainedConfig, Layout]]) -> None:
     with _as_it_was_after_an_error(target):
-        for config in _configs(target):
+        for config, layout in layouts:
             _config.write(config, layout)
         if isinstance(target, PreTrainedModel):
             mark(target)
@@ -253,17 +249,35 @@ def explain(model: PreTrainedModel) -> str:
     it.
 
     A backend is chosen at every call: masks, lengths and autocast may lead to another one than is
-    named here.
+    named here. Where the parts of a composite model differ, each has a table.
 
     Raises:
-        ValueError: :func:`use` was never called on the model.
+        ValueError: :func:`use` was never called on the model or on a part of it.
+        TypeError: not a model.
     """
-    layout = layout_of(model)
-    if layout is None:
+    layouts = _layouts(model)
+    if isinstance(model, PreTrainedConfig):
+        raise TypeError(f"model: got {type(model).__name__}, expected a model; of a config print layout_of(config)")
+    if not layouts:
         raise ValueError(
             f"{type(model).__name__} runs Transformers' own attention: softfocus.hf.use() was never called on it"
         )
-    return _backends.table(model, layout)
+    return _backends.tables(model)
+
+
+def _config_of(target: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:
+    if not isinstance(target, PreTrainedConfig | PreTrainedModel):
+        raise TypeError(
+            f"target: got {type(target).__name__}, expected a Transformers model or config; "
+            "of a wrapped model (compiled, PEFT, DDP) give the model inside"
+        )
+    return target if isinstance(target, PreTrainedConfig) else target.config
+
+
+def _layouts(target: PreTrainedModel | PreTrainedConfig) -> list[tuple[PreTrainedConfig, Layout]]:
+    """The configs of a target that have a layout, with it."""
+    found = [(config, _config.layout_of(config)) for config in _configs(target)]
+    return [(config, layout) for config, layout in found if layout is not None]
 
 
 def _layout(mechanism: Any, parameters: dict[str, float], config: PreTrainedConfig) -> Layout:
@@ -284,7 +298,7 @@ def _configs(target: PreTrainedModel | PreTrainedConfig) -> list[PreTrainedConfi
     """The config and those inside it. Decoders may hold copies, so a model's modules are asked for
     theirs, too.
     """
-    owners = [target] if isinstance(target, PreTrainedConfig) else []
+    owners = [_config_of(target)]
     if isinstance(target, PreTrainedModel):
         owners = [m.config for m in target.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)]
     return list({id(c): c for owner in owners for c in _config.tree(owner)}.values())
@@ -309,70 +323,3 @@ def _as_it_was_after_an_error(target: PreTrainedModel | PreTrainedConfig) -> Ite
         if isinstance(target, PreTrainedModel):
             _learned.equip_all(target)
         raise
-
-
-def _refuse_other_layers(modules: list[torch.nn.Module], layout: Layout) -> None:
-    numbers = [getattr(module, "layer_idx", None) for module in modules]
-    if sorted(numbers, key=str) != sorted(range(len(layout.layers or ())), key=str):
-        kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
-        raise ValueError(
-            f"layout: it needs one attention module a layer, numbered as layer_idx from 0; "
-            f"the model's ({kinds}) are numbered {numbers}"
-        )
-
-
-def _refuse_class_without_dispatch(config: PreTrainedConfig) -> None:
-    """A config says nothing about dispatch, its model class does; a class that Transformers does
-    not list is let pass.
-    """
-    kinds = MODEL_MAPPING.get(type(config), ())
-    kinds = kinds if isinstance(kinds, tuple | list) else (kinds,)
-    if kinds and not any(kind._can_set_attn_implementation() for kind in kinds):
-        raise ValueError(_no_dispatch(kinds[0].__name__))
-
-
-def _refuse_without_dispatch(model: PreTrainedModel, modules: list[torch.nn.Module]) -> None:
-    if not modules:
-        raise ValueError(_no_dispatch(type(model).__name__))
-    if kept := _learned.keeps_softmax(model):
-        warn(
-            f"softfocus.hf.use: {type(model).__name__} keeps softmax in {', '.join(kept)}, which computes it by itself",
-            UserWarning,
-        )
-
-
-def dropout_of(config: PreTrainedConfig) -> tuple[str, float] | None:
-    """The key and the value of a config's dropout of attention weights; None if it has none."""
-    for inner in _config.tree(config):
-        for key in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout_rate"):
-            if value := getattr(inner, key, None):
-                return key, value
-    return None
-
-
-def _warn_of_dropout(model: PreTrainedModel) -> None:
-    """By the keys of configs. What a module keeps to itself is refused in training alone."""
-    if found := dropout_of(model.config):
-        key, value = found
-        warn(
-            f"softfocus.hf.use: the config has {key} = {value}, and LASER has no dropout: the model can be evaluated, "
-            f"but will refuse to train. Build it with {key} = 0 to train it",
-            UserWarning,
-        )
-
-
-def _warn_of_keys_that_count(model: PreTrainedModel) -> None:
-    if kinds := _learned.counts_hidden_keys(model):
-        warn(
-            f"softfocus.hf.use: {', '.join(kinds)} hides keys by adding -100 to their scores; "
-            "they get next to no weight, but count in N, the number of keys that a row sees",
-            UserWarning,
-        )
-
-
-def _no_dispatch(name: str) -> str:
-    return (
-        f"{name} computes its attention itself instead of dispatching through Transformers' AttentionInterface, so no "
-        "mechanism can be put into it. Take an architecture that dispatches (GPT-NeoX, Llama, Qwen, Mistral, "
-        "BERT, ViT), or call softfocus.attention() in a model of your own."
-    )

@@ -2,30 +2,61 @@
 layer will hand over.
 """
 
+from itertools import takewhile
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from softfocus.functional import explain
-from softfocus.hf.config import layer_of
-from softfocus.hf.learned import attention_modules, heads
+from softfocus.hf.config import layer_of, layout_of
+from softfocus.hf.learned import attention_modules, heads, weight_of
 from softfocus.hf.own import own
-from softfocus.layout import Heads, Layout
+from softfocus.layout import Heads, Layout, config_of_layer
 
 _LENGTH = 128
 _FUSED = {"cpu": "cpu", "cuda": "triton"}
 
 
-def table(model: PreTrainedModel, layout: Layout) -> str:
+def tables(model: PreTrainedModel) -> str:
+    """What the model runs: the table of its layout, or one for each part where the parts differ."""
+    parts: dict[Layout | None, list[tuple[str, nn.Module]]] = {}
+    places = {module: name for name, module in model.named_modules()}
+    for module in attention_modules(model):
+        parts.setdefault(layout_of(module.config), []).append((places[module], module))
+    tables = {
+        _common([place for place, _ in part]): "Transformers' own attention"
+        if layout is None
+        else _table([module for _, module in part], layout)
+        for layout, part in parts.items()
+    }
+    if len(parts) == 1:
+        return next(iter(tables.values()))
+    return "\n".join(f"{place}:\n{table}" for place, table in tables.items())
+
+
+def _common(places: list[str]) -> str:
+    """Where in the model all of these modules are: "model.language_model.layers"."""
+    steps = zip(*(place.split(".") for place in places), strict=False)
+    return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps)) or "model"
+
+
+def own_attention(model: PreTrainedModel) -> list[str]:
+    """The classes of attention modules that dispatch, and run what Transformers chooses."""
+    return sorted({type(module).__name__ for module in attention_modules(model) if layout_of(module.config) is None})
+
+
+def _table(modules: list[nn.Module], layout: Layout) -> str:
     """The layout's table, with what the model itself does in each kind of layers, and the backend
     behind it.
     """
-    modules = [(module, layer_of(module)) for module in attention_modules(model)]
+    layers = [(module, layer_of(module)) for module in modules]
     lines = []
     for line, kind in zip(layout.table().splitlines(), layout.kinds, strict=True):
-        alike = [module for module, layer in modules if layer == kind]
+        alike = [module for module, layer in layers if layer == kind]
         found = {_backend(module, group): None for module in alike for group in kind}
-        lines.append(f"{line}{_own(alike)}; backend {' + '.join(found)}")
+        runs = f"backend {' + '.join(found)}" if found else "no attention that dispatches"
+        lines.append(f"{line}{_own(alike)}; {runs}")
     return "\n".join(lines)
 
 
@@ -46,7 +77,7 @@ def _backend(module: nn.Module, group: Heads) -> str:
     """The backend of one group of heads, as the module is now: its device, dtype, and dropout while
     it trains. "none", with the reason, where attention() refuses them.
     """
-    weight = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+    weight = weight_of(module)
     size = _head_size(module)
     if size is None:
         return "not known (the module does not say how large a head is)"
@@ -72,7 +103,7 @@ def _backend(module: nn.Module, group: Heads) -> str:
 
 
 def _head_size(module: nn.Module) -> int | None:
-    config = module.config
+    config = config_of_layer(module.config, getattr(module, "layer_idx", None))
     for owner in (module, config):
         for name in ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim"):
             if isinstance(size := getattr(owner, name, None), int):

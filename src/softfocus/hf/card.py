@@ -8,8 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import PreTrainedConfig
 
+from softfocus.hf import t6
 from softfocus.hf.config import hook, layouts
 from softfocus.hf.files import write_whole
 
@@ -60,7 +62,7 @@ softfocus has to be imported before the model is loaded. Without it Transformers
 
 ```python
 import softfocus.hf
-from transformers import {kind}
+{_import_of(kind)}
 
 model = {kind}.from_pretrained("path/to/this/folder")
 ```
@@ -73,6 +75,15 @@ Programs that load models through Transformers can be run with that import:
 vLLM, TGI, llama.cpp and exports to ONNX or GGUF compute softmax attention of their own, whatever config.json says.
 There the model gives wrong answers without an error. Do not serve it there.
 """
+
+
+def _import_of(kind: str) -> str:
+    """The line that imports a class of models."""
+    if hasattr(transformers, kind):
+        return f"from transformers import {kind}"
+    if hasattr(t6, kind):
+        return f"from softfocus.hf.t6 import {kind}"
+    return f"from your_code import {kind}  # not a class of Transformers"
 
 
 def _write(path: Path, text: str) -> None:

@@ -17,10 +17,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from softfocus.catalog import LEARNABLE
+from softfocus.contract import FLOATING
 from softfocus.hf import rotary
 from softfocus.hf.config import hook, layer_of, layout_of, tree
 from softfocus.hf.masks import mark
-from softfocus.layout import Layer, Layout, kind_text
+from softfocus.layout import Layer, Layout, config_of_layer, kind_text
 
 PREFIX = "softfocus_"
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
@@ -86,7 +87,8 @@ def heads(module: nn.Module) -> int:
     Raises:
         ValueError: neither the module nor its config says.
     """
-    for owner, names in ((module, _HEADS), (module.config, ("num_attention_heads",))):
+    config = config_of_layer(module.config, getattr(module, "layer_idx", None))
+    for owner, names in ((module, _HEADS), (config, ("num_attention_heads",))):
         for name in names:
             if isinstance(count := getattr(owner, name, None), int):
                 return count
@@ -94,6 +96,17 @@ def heads(module: nn.Module) -> int:
         f"{type(module).__name__}: cannot tell its number of heads, so softfocus cannot add the parameters that the "
         f"mechanism learns; give the module an attribute {_HEADS[0]!r}, or use a mechanism that learns nothing"
     )
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """A tensor in the dtype and on the device of a module's weights. Weights of 8 bits count for
+    their device alone, float32 stands for their dtype.
+    """
+    weights = [parameter for parameter in module.parameters() if parameter.is_floating_point()]
+    usual = next((weight for weight in weights if weight.dtype in FLOATING), None)
+    if usual is not None or not weights:
+        return torch.empty(0) if usual is None else usual
+    return torch.empty(0, device=weights[0].device)
 
 
 def take_off(module: nn.Module) -> None:
@@ -116,7 +129,7 @@ def equip(module: nn.Module) -> None:
         if initial is None:
             module._parameters.pop(name, None)
         elif (there := module._parameters.get(name)) is None or there.shape != initial.shape:
-            weight = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+            weight = weight_of(module)
             # DiffLlama's first weight is made by torch.normal, on the CPU under a meta device, too
             device = initial.device if initial.is_meta else weight.device
             module.register_parameter(name, nn.Parameter(initial.to(device, weight.dtype)))

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from softfocus.hf.learned import source
+from softfocus.layout import config_of_layer
 
 _WHOLE = 'sliding_window=getattr(self.config, "sliding_window"'  # Mistral: every layer, whatever its type
 _CONDITION = re.compile(
@@ -25,7 +26,7 @@ def own(module: nn.Module) -> list[str]:
 
 
 def _window(module: nn.Module) -> str | None:
-    config: Any = module.config
+    config: Any = config_of_layer(module.config, getattr(module, "layer_idx", None))
     kind, whole = _type(module), getattr(config, "sliding_window", None)
     size = getattr(module, "sliding_window", None)
     if _WHOLE in _code(module):

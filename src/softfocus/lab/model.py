@@ -69,7 +69,7 @@ def check(recipe: Recipe) -> None:
     """
     config = build_config(recipe, recipe.model.config.get("vocab_size", 2))
     laser = any(group.mechanism.laser for group in _layout(recipe, config).groups())
-    if found := softfocus.hf.dropout_of(config):
+    if found := softfocus.hf.refusals.dropout_of(config):
         key, value = found
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise LabError(f"model.config.{key}={value} is not a share from 0 to 1", f"set model.config.{key}=0.1")
