@@ -154,7 +154,7 @@ def attention(
     layout: tuple[Any, ...] | None = None
     if (
         attn_mask is key_mask is document_ids is bias is head_scale is power is None
-        and not return_statistics
+        and return_statistics is False
         and type(dropout_p) in (float, int)
         and not dropout_p
         and ops.can_bypass_dispatcher(query, key, value)
@@ -228,6 +228,7 @@ def explain(
     Raises:
         ValueError, TypeError: as ``attention()``.
     """
+    validation.check_flag("return_statistics", return_statistics)
     return dispatch.account(validated_call(query, key, value, *arguments, **keywords), backend)
 
 
@@ -297,19 +298,31 @@ def may_be_added(x: Tensor) -> bool:
     return x.is_floating_point() and x.dtype.itemsize > 1
 
 
+def _unexpanded(given: Tensor, full: Tensor) -> Tensor:
+    """``full``, a view of a mask or bias, with its expanded dimensions of size 1, so that what is
+    computed from it is not expanded.
+
+    Not where a graph is recorded, which may run on tensors that are not expanded, and not where a
+    gradient of the given shape may be asked for.
+    """
+    if 0 not in full.stride() or not ops.can_bypass_dispatcher(given):
+        return full
+    return full[tuple(slice(0, 1) if step == 0 else slice(None) for step in full.stride())]
+
+
 def _mask_and_bias(
     attn_mask: Tensor | None, bias: Tensor | None, query: Tensor, key: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """The mask (bool) and the bias (floating) that ``attn_mask`` and ``bias`` stand for."""
     mask = None
     if bias is not None:
-        bias = validation.check_broadcast("bias", bias, query, key)
+        bias = _unexpanded(bias, validation.check_broadcast("bias", bias, query, key))
         if not may_be_added(bias):
             raise TypeError(
                 f"bias: got dtype {bias.dtype}, expected floating point of 16 bits or more; a bool mask is attn_mask"
             )
     if attn_mask is not None:
-        attn_mask = validation.check_broadcast("attn_mask", attn_mask, query, key)
+        attn_mask = _unexpanded(attn_mask, validation.check_broadcast("attn_mask", attn_mask, query, key))
         if attn_mask.dtype == torch.bool:
             mask = attn_mask
         elif may_be_added(attn_mask):

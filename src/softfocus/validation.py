@@ -182,20 +182,14 @@ def scale_of(scale: object, mechanism: Mechanism, head_dim: int) -> float:
 
 
 def check_broadcast(name: str, x: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask or bias as a 4-D tensor that broadcasts to [B, H, Lq, Lk].
-
-    An expanded dimension is of size 1 in it, so that what is computed from it is not expanded. A
-    tensor that requires grad keeps its shape, which its gradient has.
-    """
+    """A mask or bias as a 4-D tensor that broadcasts to [B, H, Lq, Lk]."""
     target = (query.size(0), query.size(1), query.size(2), key.size(2))
     check_tensor(name, x, query.device)
     if 2 <= x.dim() <= 4:
         full = x[(None,) * (4 - x.dim())]
         # Not `have in (1, want)`: torch.compile answers that without comparing a symbolic size
         if all(have == 1 or have == want for have, want in zip(full.shape, target, strict=True)):
-            if full.requires_grad or all(step != 0 for step in full.stride()):
-                return full
-            return full[tuple(slice(0, 1) if step == 0 else slice(None) for step in full.stride())]
+            return full
     raise ValueError(
         f"{name}: got shape {_shape(x)}, expected one that broadcasts to [batch, heads, query length, key length] = "
         f"{list(target)}"

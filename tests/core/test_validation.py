@@ -316,8 +316,50 @@ def test_an_expanded_mask_is_computed_once(name):
     leaf = x.detach().requires_grad_()
     call = functional.validated_call(**tensors(), **{name: leaf}, mechanism="softmax")
     assert call.bias.shape == (B, H, LQ, LK)
-    out = attention(**tensors(), **{name: leaf}, mechanism="softmax")
-    assert torch.autograd.grad(out.sum(), leaf)[0].shape == (B, H, LQ, LK)
+    same = tensors()
+    got, want = (
+        torch.autograd.grad(attention(**same, **{name: own}, mechanism="softmax").square().sum(), own)[0]
+        for own in (leaf, x.contiguous().requires_grad_())
+    )
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "bias"])
+def test_transforms_of_an_expanded_bias_are_those_of_a_full_one(name):
+    """Their tensors do not say that one inside them requires grad."""
+    same, x = tensors(), torch.randn(LQ, LK)
+
+    def mapped(biases):
+        def call(bias):
+            return attention(**same, **{name: bias}, mechanism="softmax", backend="reference").square().sum()
+
+        return torch.autograd.grad(torch.vmap(call)(biases).sum(), biases)[0]
+
+    def nested(bias):
+        def inner(query, given):
+            return attention(**{**same, "query": query, name: given}, mechanism="softmax", backend="reference")
+
+        def outer(given):
+            return torch.func.grad(lambda query: inner(query, given).square().sum())(same["query"]).sum()
+
+        return torch.func.grad(outer)(bias)
+
+    several = x.expand(3, B, H, LQ, LK)
+    for transform, given in ((mapped, several), (nested, several[0])):
+        got = transform(given.detach().requires_grad_())
+        torch.testing.assert_close(got, transform(given.contiguous().requires_grad_()))
+
+
+def test_a_graph_recorded_with_an_expanded_mask_takes_another():
+    class Masked(torch.nn.Module):
+        def forward(self, query, key, value, mask):
+            return attention(query, key, value, mask, mechanism="softmax")
+
+    same = tuple(tensors().values())
+    expanded = (torch.rand(1, 1, LQ, LK) > 0.3).expand(B, H, LQ, LK)
+    other = torch.rand(B, H, LQ, LK) > 0.3
+    exported = torch.export.export(Masked(), (*same, expanded)).module()
+    torch.testing.assert_close(exported(*same, other), Masked()(*same, other))
 
 
 def test_a_floating_mask_that_only_hides_adds_nothing():

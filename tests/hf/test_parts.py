@@ -11,8 +11,10 @@ from transformers import (
     FalconConfig,
     FalconForCausalLM,
     LlamaConfig,
+    LlamaModel,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaModel,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -70,6 +72,42 @@ def test_what_use_has_not_changed_is_not_narrowed_in_part():
         softfocus.hf.window(model, 8)
     softfocus.hf.window(model.model.language_model, 8)
     assert str(softfocus.hf.layout_of(model.model.language_model)) == "lssar[8]"
+
+
+def test_a_config_is_not_narrowed_in_part():
+    config = llava().config
+    softfocus.hf.use(config.text_config, "lssar")
+    with pytest.raises(ValueError, match=r"^window: a part of the model runs its own attention; call"):
+        softfocus.hf.window(config, 8)
+
+
+@pytest.mark.filterwarnings("ignore:softfocus.hf.use. LlavaModel keeps softmax")
+@pytest.mark.parametrize("built", [False, True])
+def test_a_part_that_does_not_dispatch_keeps_its_masks(built):
+    """Falcon computes its attention itself, with the causal mask that its config asks for."""
+    text = FalconConfig(**SIZES, vocab_size=61, initializer_range=0.3)
+    config = LlavaConfig(text_config=text, vision_config=CLIPVisionConfig(**SIZES, image_size=8, patch_size=4))
+    if built:
+        model = LlavaModel(softfocus.hf.use(config, "softmax"))
+    else:
+        model = softfocus.hf.use(LlavaModel(config), "softmax")
+    softfocus.hf.assign(model, "softmax")
+    tokens = torch.randint(3, 61, (1, 12))
+    changed = tokens.clone()
+    changed[0, -1] = (tokens[0, -1] + 1) % 61
+    with torch.no_grad():
+        falcon = model.language_model.eval()
+        one, other = (falcon(given).last_hidden_state[:, :-1] for given in (tokens, changed))
+    torch.testing.assert_close(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:softfocus.hf.use. LlamaModel is inside")
+def test_tables_of_parts_stand_beside_each_other():
+    model = softfocus.hf.use(llava(), "softmax")
+    softfocus.hf.use(model.model.language_model, "lssar")
+    model.second = LlamaModel(LlamaConfig(**SIZES, vocab_size=61))
+    softfocus.hf.use(model.second, "lssar")
+    assert softfocus.hf.explain(model).splitlines()[2] == "model.language_model.layers, second.layers:"
 
 
 def test_assign_refuses_what_use_refuses():

@@ -179,6 +179,7 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
     keys = operator.index(keys)
     layouts = [layout for _, layout in _layouts(target)]
     _refusals.refuse_unchanged("window", layouts)
+    _refusals.refuse_own_parts(target, len(layouts) < len(_configs(target)))
 
     def narrowed(group: Heads) -> Heads:
         if group.window is not None and group.window <= keys:
@@ -194,7 +195,6 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
         layout.map(narrowed)
     if isinstance(target, PreTrainedModel):
         _sharing.refuse_part(target)
-        _refusals.refuse_own_parts(target)
         groups = [group for layout in layouts for group in layout.groups()]
         if all(group.window is not None and group.window < keys for group in groups):
             warn(
@@ -211,7 +211,8 @@ def assign(target: PreTrainedModel | PreTrainedConfig, mechanism: str | Mechanis
     """Write a mechanism or layout into a model or config and keep what its heads have learned: for
     windows and powers that change. It takes what :func:`use` takes, without parameters.
 
-    The same heads must learn the same as in the layout that is there. Other models that share the
+    All parts of a composite model get it, as by :func:`use`, also those that run their own
+    attention. The same heads must learn the same as in the layout that is there. Other models that share the
     config object change, too: :func:`use` has given a model its own. Adapters that are trained are
     saved as adapters of what is assigned; a :func:`window` does not change that.
 
@@ -255,10 +256,9 @@ def explain(model: PreTrainedModel) -> str:
         ValueError: :func:`use` was never called on the model or on a part of it.
         TypeError: not a model.
     """
-    layouts = _layouts(model)
     if isinstance(model, PreTrainedConfig):
         raise TypeError(f"model: got {type(model).__name__}, expected a model; of a config print layout_of(config)")
-    if not layouts:
+    if not _layouts(model):
         raise ValueError(
             f"{type(model).__name__} runs Transformers' own attention: softfocus.hf.use() was never called on it"
         )
@@ -295,13 +295,14 @@ def _layout(mechanism: Any, parameters: dict[str, float], config: PreTrainedConf
 
 
 def _configs(target: PreTrainedModel | PreTrainedConfig) -> list[PreTrainedConfig]:
-    """The config and those inside it. Decoders may hold copies, so a model's modules are asked for
-    theirs, too.
+    """The config and those inside it whose models dispatch. Decoders may hold copies, so a model's
+    modules are asked for theirs, too.
     """
     owners = [_config_of(target)]
     if isinstance(target, PreTrainedModel):
         owners = [m.config for m in target.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)]
-    return list({id(c): c for owner in owners for c in _config.tree(owner)}.values())
+    found = {id(config): config for owner in owners for config in _config.tree(owner)}
+    return [config for config in found.values() if _refusals.dispatches(config)]
 
 
 @contextmanager

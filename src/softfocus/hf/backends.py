@@ -20,25 +20,25 @@ _FUSED = {"cpu": "cpu", "cuda": "triton"}
 
 def tables(model: PreTrainedModel) -> str:
     """What the model runs: the table of its layout, or one for each part where the parts differ."""
-    parts: dict[Layout | None, list[tuple[str, nn.Module]]] = {}
     places = {module: name for name, module in model.named_modules()}
+    parts: dict[Layout | None, list[nn.Module]] = {}
     for module in attention_modules(model):
-        parts.setdefault(layout_of(module.config), []).append((places[module], module))
-    tables = {
-        _common([place for place, _ in part]): "Transformers' own attention"
-        if layout is None
-        else _table([module for _, module in part], layout)
-        for layout, part in parts.items()
-    }
-    if len(parts) == 1:
-        return next(iter(tables.values()))
-    return "\n".join(f"{place}:\n{table}" for place, table in tables.items())
+        parts.setdefault(layout_of(module.config), []).append(module)
+    found = [
+        (
+            ", ".join(dict.fromkeys(_stack(places[module]) for module in modules)),
+            "Transformers' own attention" if layout is None else _table(modules, layout),
+        )
+        for layout, modules in parts.items()
+    ]
+    if not found:
+        return "no attention that dispatches"
+    return found[0][1] if len(found) == 1 else "\n".join(f"{where}:\n{table}" for where, table in found)
 
 
-def _common(places: list[str]) -> str:
-    """Where in the model all of these modules are: "model.language_model.layers"."""
-    steps = zip(*(place.split(".") for place in places), strict=False)
-    return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps)) or "model"
+def _stack(place: str) -> str:
+    """Where the stack of layers of a module is: "model.language_model.layers"."""
+    return ".".join(takewhile(lambda step: not step.isdigit(), place.split(".")))
 
 
 def own_attention(model: PreTrainedModel) -> list[str]:

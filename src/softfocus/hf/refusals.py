@@ -1,6 +1,7 @@
 """What ``use()``, ``window()`` and ``assign()`` refuse in a model, and warn of."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -19,12 +20,20 @@ def refuse_unchanged(caller: str, layouts: Sequence[object]) -> None:
         raise ValueError(f"{caller}: the model runs its own attention; call softfocus.hf.use(model, 'softmax') first")
 
 
-def refuse_own_parts(model: PreTrainedModel) -> None:
-    """Refuse to narrow a model that ``use()`` has changed in part."""
-    if kinds := own_attention(model):
+def refuse_own_parts(target: PreTrainedModel | PreTrainedConfig, in_part: bool) -> None:
+    """Refuse to narrow what ``use()`` has changed in part.
+
+    Args:
+        target: a model or config.
+        in_part: whether a config inside it has no layout. Of a model, whose outermost config may
+            have no attention of its own, the modules decide.
+    """
+    kinds = own_attention(target) if isinstance(target, PreTrainedModel) else []
+    if kinds or (in_part and isinstance(target, PreTrainedConfig)):
+        which = f" ({', '.join(kinds)})" if kinds else ""
         raise ValueError(
-            f"window: a part of the model runs its own attention ({', '.join(kinds)}); call softfocus.hf.use() on that "
-            "part first, or window() on the part that use() has changed"
+            f"window: a part of the model runs its own attention{which}; call softfocus.hf.use() on that part first, "
+            "or window() on the part that use() has changed"
         )
 
 
@@ -45,10 +54,21 @@ def refuse_class_without_dispatch(config: PreTrainedConfig) -> None:
     """A config says nothing about dispatch, its model class does; a class that Transformers does
     not list is let pass.
     """
+    if not dispatches(config):
+        raise ValueError(_no_dispatch(_classes(config)[0].__name__))
+
+
+def dispatches(config: PreTrainedConfig) -> bool:
+    """Whether a model of a config dispatches its attention, as far as its class says. Falcon's
+    would take SDPA's masks for its own if its config named softfocus.
+    """
+    kinds = _classes(config)
+    return not kinds or any(kind._can_set_attn_implementation() for kind in kinds)
+
+
+def _classes(config: PreTrainedConfig) -> Sequence[Any]:
     kinds = MODEL_MAPPING.get(type(config), ())
-    kinds = kinds if isinstance(kinds, tuple | list) else (kinds,)
-    if kinds and not any(kind._can_set_attn_implementation() for kind in kinds):
-        raise ValueError(_no_dispatch(kinds[0].__name__))
+    return kinds if isinstance(kinds, tuple | list) else (kinds,)
 
 
 def refuse_without_dispatch(model: PreTrainedModel, modules: list[nn.Module]) -> None:

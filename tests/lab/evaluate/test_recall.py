@@ -256,6 +256,9 @@ def test_a_text_model_is_asked_for_passkeys(
     fewer = row.model_copy(update={"length": 800, "sequences": 1234})
     screen.print(recall_tables(found.model_copy(update={"rows": [row, fewer]})))
     assert "Sequences per entry: 40 of 400 tokens, 1,234 of 800 tokens" in screen.file.getvalue()
+    other = row.model_copy(update={"grown": True, "sequences": 200})
+    screen.print(recall_tables(found.model_copy(update={"rows": [row, other]})))
+    assert "Sequences per entry: 40 to 200 of each length" in screen.file.getvalue()
 
 
 def test_what_cannot_be_measured(trained: Path, run: Path, tiny: Path, tmp_path: Path) -> None:

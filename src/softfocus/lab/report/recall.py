@@ -51,11 +51,14 @@ def save_recall_figure(recall: Recall, folder: Path) -> None:
 
 
 def _counts(recall: Recall, lengths: Sequence[int]) -> str:
-    """Sequences of each length that were answered. Where rows of a length differ, the fewest."""
-    counts = [min(row.sequences for row in recall.shown if row.length == length) for length in lengths]
+    """Sequences of each length that were answered."""
+    counts = []
+    for length in lengths:
+        of_rows = {row.sequences for row in recall.shown if row.length == length}
+        counts.append(" to ".join(f"{count:,}" for count in sorted({min(of_rows), max(of_rows)})))
     if len(set(counts)) == 1:
-        return f"{counts[0]:,} of each length"
-    return ", ".join(f"{count:,} of {length:,} tokens" for length, count in zip(lengths, counts, strict=True))
+        return f"{counts[0]} of each length"
+    return ", ".join(f"{count} of {length:,} tokens" for count, length in zip(counts, lengths, strict=True))
 
 
 def _by_length(recall: Recall) -> Iterator[Line]:

@@ -68,7 +68,7 @@ def estimate(
         if "classification" in job.recipe.evaluate.also:
             seconds += training * _fine_tuning(job.recipe, processes)
     seconds /= min(workers, max(1, len(left)))
-    sizes = [timed[row][1] for row in rows]
+    sizes = [timed[row][1] for job, row in zip(left, rows, strict=True) if not job.trained]
     # Each run that trains writes a third checkpoint while it keeps two
     size = KEPT * sum(sizes) + CHECKPOINT * sum(sorted(sizes)[-workers:])
     return Expected(runs=len(jobs), left=len(left), seconds=seconds, bytes=size)

@@ -48,7 +48,7 @@ class Job:
     evaluation: Evaluation
     status: Status = "waiting"
     trained: bool = False
-    """Whether it is not trained, because an earlier call did that to the end."""
+    """Whether an earlier call trained it to the end. It is then only evaluated."""
     error: str = ""
     replaced: str = ""
     """What its measurement will replace, and why; empty where nothing will be lost."""
