@@ -66,13 +66,13 @@ struct Worker {
   // Turns A e^(V - M) into log(A e^(V - M)) + M.
   void laser_logarithm() {
     const Params& params = block.params;
-    int64_t n = block.key_end - block.key_begin;
     std::vector<std::pair<int64_t, float>> exact_sums;  // index into output.out, and the output
-    output.each_exact_sum(block, [&](int64_t r, int64_t d, const float* log_u) {
-      // log A is log_weight() + log scale.
+    output.each_exact_sum(block, [&](int64_t r, int64_t d, const WeightedKeys& keys, const float*) {
+      // log A is log u^p + log scale.
       float scale = params.reweighted ? output.inverse_power_sum[r] : block.weight_scale[r];
-      double log_sum = log_sum_exp(
-          n, [&](int64_t j) { return block.log_weight(r, log_u[j]) + block.value_at(block.key_begin + j, d); });
+      double log_sum = log_sum_exp(keys.size(), [&](int64_t i) {
+        return keys.log_weights[i] + block.value_at(block.key_begin + keys.offsets[i], d);
+      });
       exact_sums.push_back({r * block.padded_value_dim + d, float(log_sum + std::log(double(scale)))});
     });
     for (int64_t r = 0; r < block.n_rows; ++r)

@@ -14,27 +14,27 @@ template <typename Phi>
 inline void RowGradients<Phi>::laser_backward(float* grad_values) {
   const Params& params = block.params;
   output.compute(block);
-  int64_t n = block.key_end - block.key_begin;
   std::vector<int64_t> exact;  // indices into grad_out
-  output.each_exact_sum(block, [&](int64_t r, int64_t d, const float* log_u) {
+  output.each_exact_sum(block, [&](int64_t r, int64_t d, const WeightedKeys& keys, const float* log_u) {
     float* row = exact_terms + r * block.row_stride;
     if (!has_exact[r]) {
       std::fill(row, row + block.row_stride, 0.0f);  // whole vectors are read
-      single_key[r] = n - std::count(log_u, log_u + n, -INF) == 1;
+      single_key[r] = keys.size() == 1;
       exact_log_sum[r] = 0.0;
     }
     has_exact[r] = true;
     exact.push_back(r * block.padded_value_dim + d);
     float grad = grad_out[r * block.padded_value_dim + d];
-    auto term = [&](int64_t j) { return block.log_weight(r, log_u[j]) + block.value_at(block.key_begin + j, d); };
-    double log_sum = log_sum_exp(n, term);
-    for (int64_t j = 0; j < n && grad != 0.0f; ++j)
-      if (log_u[j] != -INF) {
-        float grad_share = grad * float(std::exp(term(j) - log_sum));  // dO w_j
-        row[j] += grad_share;
-        exact_log_sum[r] += double(grad_share) * log_u[j];
-        grad_values[(block.key_begin + j) * block.padded_value_dim + d] += grad_share;
-      }
+    if (grad == 0.0f) return;
+    auto term = [&](int64_t i) { return keys.log_weights[i] + block.value_at(block.key_begin + keys.offsets[i], d); };
+    double log_sum = log_sum_exp(keys.size(), term);
+    for (int64_t i = 0; i < keys.size(); ++i) {
+      float grad_share = grad * float(exponential_or_zero(term(i) - log_sum));  // dO w_j
+      int64_t j = keys.offsets[i];
+      row[j] += grad_share;
+      exact_log_sum[r] += double(grad_share) * log_u[j];
+      grad_values[(block.key_begin + j) * block.padded_value_dim + d] += grad_share;
+    }
   });
   for (int64_t r = 0; r < block.n_rows; ++r)
     for (int64_t d = 0; d < params.value_dim; ++d) {

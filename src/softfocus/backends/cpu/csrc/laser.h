@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "elementary.h"
 
@@ -34,14 +35,28 @@ inline void exp_row(const float* x, const float* shift, int64_t width, float* to
   }
 }
 
-// log sum_j e^term(j) for 0 <= j < n, in double since values may be large. At least one term is
+// e^x for x <= 0, or 0 where float rounds it to 0. Most terms of an exact sum are that small.
+inline double exponential_or_zero(double x) { return x < -105.0 ? 0.0 : std::exp(x); }
+
+// log sum_i e^term(i) for 0 <= i < n, in double since values may be large. At least one term is
 // finite.
 template <typename F>
 inline double log_sum_exp(int64_t n, F&& term) {
   double maximum = -INF, sum = 0.0;
-  for (int64_t j = 0; j < n; ++j) maximum = std::max(maximum, term(j));
-  for (int64_t j = 0; j < n; ++j) sum += std::exp(term(j) - maximum);
+  for (int64_t i = 0; i < n; ++i) maximum = std::max(maximum, term(i));
+  for (int64_t i = 0; i < n; ++i) sum += exponential_or_zero(term(i) - maximum);
   return maximum + std::log(sum);
 }
+
+// The keys of a row that have weight, for its exact sums: their offsets and log u^p, which is log A
+// up to a constant of the row.
+struct WeightedKeys {
+  std::vector<int64_t> offsets;
+  std::vector<double> log_weights;
+
+  int64_t size() const { return int64_t(offsets.size()); }
+  void clear() { offsets.clear(), log_weights.clear(); }
+  void add(int64_t offset, double log_weight) { offsets.push_back(offset), log_weights.push_back(log_weight); }
+};
 
 }  // namespace softfocus

@@ -38,16 +38,21 @@ class BlockOutput {
                                    params.value_dim);
   }
 
-  // Calls f(r, column, log_u) for each exact sum, row by row; log_u [row_stride - W] is what
-  // RowBlock::compute_log_u() writes.
+  // Calls f(r, column, keys, log_u) for each exact sum, row by row; `keys` are the row's
+  // WeightedKeys, log_u [row_stride - W] is what RowBlock::compute_log_u() writes.
   template <typename F>
   void each_exact_sum(RowBlock<Phi>& block, F&& f) {
     const Params& params = block.params;
     std::vector<uint8_t> sees_large(block.n_rows * params.value_dim, 0);  // [n_rows, Dv]
-    for (auto [key, d] : column_shift.large)
+    std::vector<uint8_t> has_weight(block.n_rows);                        // of last_key, by row
+    int64_t last_key = -1;
+    for (auto [key, d] : column_shift.large) {  // the entries of a key come together
+      for (int64_t r = 0; r < block.n_rows && key != last_key; ++r)
+        has_weight[r] = !block.fully_masked[r] && block.sees(r, key) && block.has_weight(r, key);
+      last_key = key;
       for (int64_t r = 0; r < block.n_rows; ++r)
-        if (!block.fully_masked[r] && block.sees(r, key) && block.has_weight(r, key))
-          sees_large[r * params.value_dim + d] = 1;
+        if (has_weight[r]) sees_large[r * params.value_dim + d] = 1;
+    }
     for (int64_t r = 0; r < block.n_rows; ++r) {
       if (zero_weights[r] || block.fully_masked[r] || !std::isfinite(block.norm[r])) continue;
       bool ready = false;
@@ -57,9 +62,14 @@ class BlockOutput {
       float smallest_sum = params.reweighted ? SMALL_SUM : SMALL_SUM / std::min(block.norm[r], 1.0f);
       for (int64_t d = 0; d < params.value_dim; ++d) {
         if (!sees_large[r * params.value_dim + d] && !(out[r * block.padded_value_dim + d] < smallest_sum)) continue;
-        if (!ready) block.compute_log_u(r, row_log_u);
+        if (!ready) {
+          block.compute_log_u(r, row_log_u);
+          weighted_keys.clear();
+          for (int64_t j = 0; j < block.key_end - block.key_begin; ++j)
+            if (row_log_u[j] != -INF) weighted_keys.add(j, double(block.power[r]) * row_log_u[j]);
+        }
         ready = true;
-        f(r, d, static_cast<const float*>(row_log_u));
+        f(r, d, weighted_keys, static_cast<const float*>(row_log_u));
       }
     }
   }
@@ -70,6 +80,7 @@ class BlockOutput {
   Buffer<float> value_scratch;
   Buffer<float> weights;    // [MR, BLOCK_K], the weights of a strip in a tile
   Buffer<float> row_log_u;  // [row_stride - W], for LASER: log u of a row (compute_log_u())
+  WeightedKeys weighted_keys;
 
   // DROPOUT is a template argument because listing live keys takes most of the time: a test inside
   // that loop would slow down calls without dropout.

@@ -290,10 +290,8 @@ class RowBlock : public BlockVisibility {
   }
 
   // For LASER's exact sums (row_log_u.inl.h). compute_log_u() writes log u of each key, by its
-  // offset. log_weight() is log u^p, which is log A up to a constant of the row. has_weight() says
-  // whether the weight of a key that the row sees may be above 0.
+  // offset. has_weight() says whether the weight of a key that the row sees may be above 0.
   void compute_log_u(int64_t r, float* row_log_u);
-  double log_weight(int64_t r, float log_u) const { return log_u == -INF ? -INF : double(power[r]) * log_u; }
   bool has_weight(int64_t r, int64_t key) const;
 
  private:
