@@ -106,10 +106,10 @@ def attention(
         attn_mask: bool, True where the key may be seen, or floating: added to the scores, and
             hiding keys where it is -5,000 or lower (:data:`HIDDEN`; position biases that go so far,
             as ALiBi's may, are a ``bias``). Broadcastable to [B, H, Lq, Lk]. A floating mask is
-            split into a bool and an additive tensor of its size; with ``bias`` as well, into their
-            sum, in float32 at least. Or a ``torch.nn.attention.bias.CausalBias``:
-            ``causal_upper_left`` is SDPA's ``is_causal``, ``causal_lower_right`` the ``is_causal``
-            here.
+            split into a bool and an additive tensor of its size, unless it only hides, on a CPU;
+            with ``bias`` as well, into their sum, in float32 at least. Or a
+            ``torch.nn.attention.bias.CausalBias``: ``causal_upper_left`` is SDPA's ``is_causal``,
+            ``causal_lower_right`` the ``is_causal`` here.
         dropout_p: probability with which a weight is dropped (the others grow by 1 / (1 - p)), as a
             multiple of 2^-16; 0 when not training. Which weights are dropped follows from a seed
             drawn from torch's CPU generator, on every backend and device alike

@@ -1,5 +1,7 @@
 """Every argument error of attention(): its type, and that the message names the argument, what came
 and what is expected.
+
+Over 400 lines: a table of every refusal, and what is taken beside it.
 """
 
 import math

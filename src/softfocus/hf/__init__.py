@@ -174,7 +174,8 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
     """
     if isinstance(keys, bool) or not hasattr(keys, "__index__"):
         raise TypeError(
-            f"keys: got {keys!r}, expected a whole number; to take a window away, call softfocus.hf.use() again"
+            f"keys: got {keys if keys is None else type(keys).__name__}, expected a whole number, as in window(model, "
+            "128); to take a window away, call softfocus.hf.use() again"
         )
     keys = operator.index(keys)
     layouts = [layout for _, layout in _layouts(target)]
@@ -212,9 +213,9 @@ def assign(target: PreTrainedModel | PreTrainedConfig, mechanism: str | Mechanis
     windows and powers that change. It takes what :func:`use` takes, without parameters.
 
     All parts of a composite model get it, as by :func:`use`, also those that run their own
-    attention. The same heads must learn the same as in the layout that is there. Other models that share the
-    config object change, too: :func:`use` has given a model its own. Adapters that are trained are
-    saved as adapters of what is assigned; a :func:`window` does not change that.
+    attention. The same heads must learn the same as in the layout that is there. Other models that
+    share the config object change, too: :func:`use` has given a model its own. Adapters that are
+    trained are saved as adapters of what is assigned; a :func:`window` does not change that.
 
     Raises:
         ValueError: :func:`use` was never called on the target, other heads would learn something, a

@@ -242,6 +242,12 @@ train.warmup = 1
     (tmp_path / "rows.toml").write_text(text.replace('model.mechanism = "lssar"', 'base = "still-faster"'))
     with pytest.raises(LabError, match="row faster is based on itself: faster -> lssar -> still-faster -> faster"):
         study.recipes(*study.load(str(tmp_path / "rows.toml")), rows=["faster"])
+    (tmp_path / "rows.toml").write_text(text.replace('base = "faster"', 'base = "fastre"'))
+    with pytest.raises(LabError, match=r"^row still-faster of the study: there is no row or recipe 'fastre'.*'faster'"):
+        study.recipes(*study.load(str(tmp_path / "rows.toml")))
+    (tmp_path / "rows.toml").write_text(text.replace("warmup = 1", "warmup = 99"))
+    with pytest.raises(LabError, match=r"^row mqar of the study: mqar-s0: train: warmup=99 .* it in the study$"):
+        study.recipes(*study.load(str(tmp_path / "rows.toml")))
 
 
 def test_each_row_is_timed_once_whatever_its_name(two_rows: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -71,7 +71,7 @@ def settings_of(
     if sinks >= min(keys, default=1) and sinks:
         raise UsageError(
             f"--sinks {sinks} does not fit into --window {min(keys) if keys else 'none'}",
-            "name a window that is longer, such as --window 1x",
+            f"name a longer window, such as --window {max(train_length, 2 * sinks)}, or fewer sinks",
         )
     found = [Setting(rope=cast(Rope, name)) for name in scalings] + [Setting(window=size, sinks=sinks) for size in keys]
     if not found:

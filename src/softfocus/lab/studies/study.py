@@ -107,7 +107,11 @@ def recipes(
                 continue
             base, own = _base_and_changes(study, name)
             changes = merged(merged(study.common, own), {"train": {"seed": seed}})
-            found.append(derive(base, f"{name}-s{seed}", changes, near))
+            try:
+                found.append(derive(base, f"{name}-s{seed}", changes, near))
+            except LabError as error:
+                remedy = error.remedy.replace("correct it in the recipe or with --set", "correct it in the study")
+                raise LabError(f"row {name} of the study: {error.what}", remedy) from None
     if len(kinds := {recipe.data.kind for recipe in found}) > 1:
         what = " and some on ".join(TRAINED_ON[kind] for kind in sorted(kinds, reverse=True))
         raise LabError(f"some rows are trained on {what}", "make a study of each")
@@ -128,6 +132,10 @@ def _base_and_changes(study: Study, name: str, seen: Sequence[str] = ()) -> tupl
     if "base" not in row:
         return study.base, row
     if (own := row.pop("base")) == name or own not in study.rows:
+        known = [*study.rows, *shipped_in("recipes")]
+        if own not in known and not own.endswith(".toml"):
+            remedy = did_you_mean(own, known, "a base is a row, a shipped recipe or a .toml file")
+            raise LabError(f"row {name} of the study: there is no row or recipe {own!r}", remedy)
         return own, row
     base, changes = _base_and_changes(study, own, (*seen, name))
     return base, merged(changes, row)
