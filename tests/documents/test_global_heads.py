@@ -473,10 +473,13 @@ def test_what_is_said_of_its_parts_is_measured():
 def test_what_is_said_of_other_windows_and_numbers_of_heads_is_measured():
     by = by_label("layouts", "layouts-around", "global-heads")
     for window in (16, 32, 128):
-        assert beside(by, f"g-window-{window}", OURS).value > 0
-        far = beside(by, f"g-window-{window}", OURS, FAR)
-        assert far.sure
-        assert far.value > 0
+        assert len(by[f"g-window-{window}"].evaluations) == 3
+        assert not any(beside(by, f"g-window-{window}", OURS, at).sure for at in (HERE, FAR))
+    for at in (HERE, FAR):
+        ours, wide = by_seed("layouts", OURS, at), by_seed("layouts-around", "g-window-128", at)
+        assert all(loss > ours[seed] for seed, loss in wide.items())
+    higher = (shown(beside(by, "g-window-128", OURS, at)) for at in (HERE, FAR))
+    assert "by {} and, at 16 times the length, by {}, both inconclusive.".format(*higher) in TEXT
     for row in ("g-window-128", "g-head-in-layer-1"):
         assert not any(beside(by, row, "local", at).sure for at in (HERE, FAR))
     one = [beside(by, "g-head-in-layer-3", "Softmax", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
