@@ -74,6 +74,11 @@ def test_what_use_has_not_changed_is_not_narrowed_in_part():
     assert str(softfocus.hf.layout_of(model.model.language_model)) == "lssar[8]"
 
 
+def test_a_model_in_the_place_of_keys_is_not_printed(build):
+    with pytest.raises(TypeError, match=r"^keys: got LlamaForCausalLM, expected a whole number"):
+        softfocus.hf.window(8, build("llama"))
+
+
 def test_a_config_is_not_narrowed_in_part():
     config = llava().config
     softfocus.hf.use(config.text_config, "lssar")

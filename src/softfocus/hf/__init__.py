@@ -174,8 +174,8 @@ def window(target: Target, keys: int, sinks: int = 0) -> Target:
     """
     if isinstance(keys, bool) or not hasattr(keys, "__index__"):
         raise TypeError(
-            f"keys: got {keys if keys is None else type(keys).__name__}, expected a whole number, as in window(model, "
-            "128); to take a window away, call softfocus.hf.use() again"
+            f"keys: got {type(keys).__name__ if isinstance(keys, PreTrainedModel) else repr(keys)}, expected a whole "
+            "number; to take a window away, call softfocus.hf.use() again"
         )
     keys = operator.index(keys)
     layouts = [layout for _, layout in _layouts(target)]
