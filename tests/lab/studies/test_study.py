@@ -554,7 +554,10 @@ def test_a_folder_takes_one_study_at_a_time(tmp_path: Path) -> None:
         ('title = "x"\n[rows.a]\ntrain.seed = 5', "rows.a.train.seed: every row is trained with the study's seeds"),
         ('title = "x"\n[common]\ntrain.seed = 5\n[rows.a]', "common.train.seed: every row is trained with the"),
         ('title = "x"\n[rows.a]\ntrain = 3', "rows.a.train is 3, and must be a table"),
-        ('title = "x"\n[rows.a]\nbase = "dem"', "row a of the study: there is no row or recipe 'dem'; did you mean 'demo'"),
+        (
+            'title = "x"\n[rows.a]\nbase = "dem"',
+            "row a of the study: there is no row or recipe 'dem'; did you mean 'demo'",
+        ),
         (
             'title = "x"\n[rows.a]\n[rows.b]\nbase = "mqar"',
             "some rows are trained on text and some on a generated task",
