@@ -132,6 +132,13 @@ def test_the_later_comparison_with_the_old_kernels_is_the_committed_one():
     assert text.format(*(ratio for cell in zip(*again, strict=True) for ratio in cell)) in TEXT
     every = [ratio for one in since for ratio in one]
     assert f"Against the kernels of the day before they have {min(every):.3f} to {max(every):.3f}" in TEXT
+    cells = json.loads((RESULTS / "before-and-after/latest.json").read_text())["cells"]
+    outside = [one for one in cells if not 0.97 <= one["new_over_old"]["median"] <= 1.03]
+    assert f"{len(cells) - len(outside)} of {len(cells)} cells are within 0.97 and 1.03. The two outside" in TEXT
+    found = {(one["what"], one["length"], one["mechanism"]): one["new_over_old"]["median"] for one in outside}
+    assert found.keys() == {("decode", 4096, "softmax"), ("decode", 1024, "lssar")}
+    text = "faster, in decoding: softmax at 4K ({}) and LSSAR at 1K ({})."
+    assert text.format(found["decode", 4096, "softmax"], found["decode", 1024, "lssar"]) in TEXT
     cells = json.loads((RESULTS / "before-and-after/decode-cpu-time.json").read_text())["cells"]
     for one in cells:
         new, old = (median(one[side]) for side in ("new", "old"))
