@@ -118,7 +118,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if key.size(0) != query.size(0):
             raise ValueError(f"key: got batch {key.size(0)}, expected the query's, {query.size(0)}")
         if value.shape[:2] != key.shape[:2]:
-            came, expected = (f"batch {x.size(0)} and length {x.size(1)}" for x in (value, key))
+            of_batch = "batch {} and length {}" if batched else "length {1}"
+            came, expected = (of_batch.format(*x.shape[:2]) for x in (value, key))
             raise ValueError(f"value: got {came}, expected the key's, {expected}")
         q, k, v = self._projected(query, key, value)
         more = k.size(2) - key.size(1)  # keys of add_bias_kv and add_zero_attn, which no mask hides

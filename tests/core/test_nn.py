@@ -217,6 +217,8 @@ def test_what_it_does_not_take():
         module(x, x[:2], x[:2])
     with pytest.raises(ValueError, match=r"^value: got batch 3 and length 4, expected .* 3 and length 5$"):
         module(x, x, x[:, 1:])
+    with pytest.raises(ValueError, match=r"^value: got length 4, expected the key's, length 5$"):
+        module(x[0], x[0], x[0, 1:])
     for shape in [(L, L + 1), (N, L, L), (N, H, L, L), (L,)]:
         expected = rf"^attn_mask: got shape \[{', '.join(map(str, shape))}\], expected .* = \[5, 5\] .* = \[12, 5, 5\]"
         with pytest.raises(ValueError, match=expected):

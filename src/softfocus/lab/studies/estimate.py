@@ -23,7 +23,7 @@ CHECKPOINT = 4 * 3
 KEPT = 2 * CHECKPOINT + 4
 """Bytes a parameter that a run leaves: two checkpoints, and the model."""
 START_SECONDS = 6.0
-"""In which the process of a run starts, on a CPU: it imports torch and Transformers."""
+"""The start of a run's process, which imports torch and Transformers, measured on a CPU."""
 
 
 @dataclass(frozen=True)
