@@ -190,9 +190,10 @@ def check_broadcast(name: str, x: Tensor, query: Tensor, key: Tensor) -> Tensor:
         # Not `have in (1, want)`: torch.compile answers that without comparing a symbolic size
         if all(have == 1 or have == want for have, want in zip(full.shape, target, strict=True)):
             return full
+    padding = name == "attn_mask" and x.shape == (key.size(0), key.size(2))
     raise ValueError(
         f"{name}: got shape {_shape(x)}, expected one that broadcasts to [batch, heads, query length, key length] = "
-        f"{list(target)}"
+        f"{list(target)}{'; a mask of padding [batch, key length] is key_mask' if padding else ''}"
     )
 
 

@@ -98,6 +98,10 @@ REFUSED = {
     "attn_mask transposed": (
         {"attn_mask": torch.ones(LK, LQ, dtype=torch.bool)}, ValueError, ["attn_mask", "[5, 3]", "[2, 4, 3, 5]"],
     ),
+    "attn_mask of padding": (
+        {"attn_mask": torch.ones(B, LK, dtype=torch.bool)}, ValueError,
+        ["attn_mask", "[2, 5]", "[2, 4, 3, 5]", "a mask of padding [batch, key length] is key_mask"],
+    ),
     "attn_mask of float8": (
         {"attn_mask": torch.ones(LQ, LK).to(torch.float8_e4m3fn)}, TypeError,
         ["attn_mask", "torch.float8_e4m3fn", "floating point of 16 bits or more"],

@@ -10,7 +10,7 @@ from rich.console import Console
 from softfocus.lab.errors import LabError
 from softfocus.lab.report.compare import compare
 from softfocus.lab.report.points import cell
-from softfocus.lab.report.results import Report, grouped, read_as
+from softfocus.lab.report.results import RESULTS, Report, grouped, read_as
 from softfocus.lab.run_folder.files import EVALUATION, RECIPE, RUN, save_measured, save_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -181,6 +181,24 @@ def test_a_report_names_no_folders_of_the_machine(four, tmp_path, quiet):
     assert compare([folder], tmp_path / "out", console=quiet).runs[0].recipe == (
         'source = "*.txt"\ntokenizer = "one"\nvalidation_source = "hub:a/b"\n'
     )
+
+
+def test_runs_that_a_report_no_longer_shows_are_named(fabricate, tmp_path):
+    one, two, three = (
+        save(fabricate(name, [1.0], name=name), tmp_path / name) for name in ("softmax", "lssa", "lssar")
+    )
+    out, quiet = tmp_path / "out", Console(file=io.StringIO(), width=400)
+    compare([one, two], out, console=quiet)
+    assert "is replaced" not in said(quiet)
+    compare([one, two], out, console=quiet)
+    compare([one, two, three], out, console=quiet)
+    assert "is replaced" not in said(quiet), "the same runs, and more"
+    compare([two], out, console=quiet)
+    told = " ".join(said(quiet).split())
+    assert f"{out / RESULTS} is replaced. It also held softmax, lssar. Their run folders are kept" in told
+    (out / RESULTS).write_text("[1]")
+    compare([two], out, console=quiet)
+    assert " ".join(said(quiet).split()).count("is replaced") == 1, "no report stood there"
 
 
 def test_no_run_or_one_twice(four, tmp_path, quiet):

@@ -749,6 +749,18 @@ def test_labels_tell_runs_of_one_mechanism_apart(fabricate):
     assert labels(runs) == ["LSSAR · a", "LSSAR · b", "LSSAR · b (2)"]
 
 
+def test_a_label_of_several_seeds_names_none_of_them(fabricate):
+    runs = [fabricate("lssar", [1.0], name=name).evaluation for name in ("p7-s0", "p15-s0")]
+    assert labels(runs, [True, False]) == ["LSSAR · p7", "LSSAR · p15-s0"]
+    recipe = 'name = "{}"\n[train]\nseed = {}\nlearning_rate = {}\n'
+    found = [
+        fabricate("lssar", [1.0], name=f"{row}-s{seed}", seed=seed, recipe=recipe.format(row, seed, rate))
+        for row, rate in (("half", 1), ("twice", 4))
+        for seed in (0, 1)
+    ]
+    assert [group.title for group in grouped(*found)] == ["LSSAR · half (2 seeds)", "LSSAR · twice (2 seeds)"]
+
+
 def test_columns_of_unequal_grids(fabricate):
     short, long = fabricate("lssa", [1.0, 2.0]), fabricate("lssar", [1.0, 1.0, 1.0], train_length=256)
     both = grouped(short, long)

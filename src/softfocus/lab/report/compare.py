@@ -11,7 +11,16 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.report.points import Axis
 from softfocus.lab.report.recall_compare import RecallReport, compare_recall
 from softfocus.lab.report.report import build, show, write
-from softfocus.lab.report.results import Entry, Report, load_diverged, load_entry, read_as, refuse_twice
+from softfocus.lab.report.results import (
+    RESULTS,
+    Entry,
+    Report,
+    load_diverged,
+    load_entry,
+    read_as,
+    refuse_twice,
+    say_replaced,
+)
 from softfocus.lab.run_folder.files import EVALUATION, RECALL
 from softfocus.lab.run_folder.results import RunInfo
 
@@ -82,6 +91,7 @@ def compare(
     diverged = [*(info for _, infos in reports for info in infos), *lost.values()]
     refuse_twice([*(entry.info for entry in entries), *diverged])
     report = build(entries, title=title or "Loss over length", axis=axis, remarks=remarks, diverged=diverged)
+    say_replaced(out / RESULTS, [*(entry.info for entry in entries), *diverged], console)
     show(report, write(report, out), console)
     return report
 

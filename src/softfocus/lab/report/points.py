@@ -147,7 +147,7 @@ def groups(evaluations: Sequence[Evaluation], recipes: Sequence[str]) -> list[Gr
     for index, (evaluation, recipe) in enumerate(zip(evaluations, recipes, strict=True)):
         known = recipe and evaluation.corpus_key
         kinds.setdefault((without_seed(recipe), evaluation.text_key) if known else index, []).append(evaluation)
-    names = labels([members[0] for members in kinds.values()])
+    names = labels([members[0] for members in kinds.values()], [len(members) > 1 for members in kinds.values()])
     return [Group(name, tuple(members)) for name, members in zip(names, kinds.values(), strict=True)]
 
 
@@ -284,19 +284,23 @@ def mechanism_name(mechanism: str) -> str:
     return _NAMES.get(mechanism.strip(), mechanism)
 
 
-def labels(evaluations: Sequence[Evaluation | Recall]) -> list[str]:
+def labels(evaluations: Sequence[Evaluation | Recall], several: Sequence[bool] = ()) -> list[str]:
     """A name for each run: its mechanism's, with the run's where two share a mechanism, numbered
     where those agree.
 
     A layout is long to say, so such a run has its own name, without the seed.
+
+    Args:
+        evaluations: of the runs, or of one run of each group.
+        several: whether a group has several seeds, so that the run's name is without its seed.
     """
     mechanisms = Counter(evaluation.mechanism for evaluation in evaluations)
     names = []
-    for e in evaluations:
-        if any(mark in e.mechanism for mark in "[/+"):
-            names.append(re.sub(r"-s\d+$", "", e.run))
-        else:
-            names.append(mechanism_name(e.mechanism) + (f" · {e.run}" if mechanisms[e.mechanism] > 1 else ""))
+    for e, many in zip(evaluations, several or [False] * len(evaluations), strict=True):
+        layout = any(mark in e.mechanism for mark in "[/+")
+        run = re.sub(r"-s\d+$", "", e.run) if layout or many else e.run
+        own = mechanism_name(e.mechanism) + (f" · {run}" if mechanisms[e.mechanism] > 1 else "")
+        names.append(run if layout else own)
     seen: Counter[str] = Counter()
     unique = []
     for name in names:

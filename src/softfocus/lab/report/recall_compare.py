@@ -16,7 +16,15 @@ from softfocus.lab.progress import say
 from softfocus.lab.report.curves import Line, Panel, Point, curve_table, save_curves
 from softfocus.lab.report.points import count_text, labels, without_seed
 from softfocus.lab.report.recall import BLIND
-from softfocus.lab.report.results import FIGURE, RESULTS, load_recipe_text, lost_lines, read_as, refuse_twice
+from softfocus.lab.report.results import (
+    FIGURE,
+    RESULTS,
+    load_recipe_text,
+    lost_lines,
+    read_as,
+    refuse_twice,
+    say_replaced,
+)
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.files import load_measured, load_run
 from softfocus.lab.run_folder.provenance import now
@@ -80,7 +88,8 @@ def grouped(entries: Sequence[RecallEntry]) -> list[RecallGroup]:
     kinds: dict[object, list[RecallEntry]] = {}
     for index, entry in enumerate(entries):
         kinds.setdefault(without_seed(entry.recipe) if entry.recipe else index, []).append(entry)
-    names = labels([members[0].recall for members in kinds.values()])
+    first, several = zip(*((members[0].recall, len(members) > 1) for members in kinds.values()), strict=True)
+    names = labels(first, several)
     return [RecallGroup(name, tuple(members)) for name, members in zip(names, kinds.values(), strict=True)]
 
 
@@ -122,6 +131,7 @@ def compare_recall(
         )
     notes = [*remarks, *lost_lines(lost), *_notes(groups)]
     report = RecallReport(title=title, created=now(), notes=notes, runs=entries, diverged=lost)
+    say_replaced(out / RESULTS, [*(entry.info for entry in entries), *lost], console)
     write_atomically(out / RESULTS, json_text(report))
     first, panels = entries[0].recall, []
     chance = first.rows[0].chance

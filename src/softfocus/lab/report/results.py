@@ -1,5 +1,7 @@
 """results.json: the runs of a report with all that it shows, and reading it back."""
 
+import contextlib
+import json
 import tomllib
 from collections.abc import Sequence
 from datetime import datetime
@@ -8,8 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, computed_field, model_validator
+from rich.console import Console
 
 from softfocus.lab.errors import LabError, first_mistake
+from softfocus.lab.progress import say
 from softfocus.lab.report.finding import Finding, finding
 from softfocus.lab.report.points import Axis, Group, groups
 from softfocus.lab.run_folder.files import RECIPE, load_measured, load_run
@@ -134,6 +138,19 @@ def refuse_twice(infos: Sequence[RunInfo]) -> None:
     for index, info in enumerate(infos):
         if info in infos[:index]:
             raise LabError(f"the run {info.name} is there twice", "name its folder or the results.json that holds it")
+
+
+def say_replaced(path: Path, runs: Sequence[RunInfo], console: Console) -> None:
+    """Say which runs of an earlier results.json the one that replaces it does not hold. A file that
+    holds no runs is replaced without a word.
+    """
+    names: list[str] = []
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        names = [entry["info"]["name"] for entry in json.loads(path.read_text(encoding="utf-8"))["runs"]]
+    if lost := [name for name in names if name not in {info.name for info in runs}]:
+        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+        kept = "Their run folders are kept; `softfocus compare RUN...` shows runs together"
+        say(console, f"Note: {path} is replaced. It also held {', '.join(lost[:4])}{more}. {kept}", wrap=True)
 
 
 def read_as(kind: type[_Kind], path: Path) -> _Kind:
