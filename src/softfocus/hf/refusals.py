@@ -44,6 +44,11 @@ def refuse_other_layers(modules: list[nn.Module], layout: Layout) -> None:
     numbers = [getattr(module, "layer_idx", None) for module in modules]
     if len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(len(layout.layers or ()))):
         kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
+        if set(numbers) == {None}:
+            raise ValueError(
+                f"layout: the model's attention modules ({kinds}) have no layer_idx, by which a layout finds its "
+                "layers; most decoders have it. Give one mechanism for all layers"
+            )
         raise ValueError(
             f"layout: it needs one attention module a layer, numbered as layer_idx from 0; "
             f"the model's ({kinds}) are numbered {numbers}"
