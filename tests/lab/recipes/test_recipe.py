@@ -435,6 +435,8 @@ def test_what_does_not_fit_is_refused_before_the_corpus_is_read(
 def test_a_run_beside_it_does_not_make_a_misspelt_recipe_a_missing_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("run.json").write_text("{}")
+    with pytest.raises(LabError, match=r"there is no recipe 'runs/demo-lssar'; `softfocus recipes` lists those"):
+        load("runs/demo-lssar")
     with pytest.raises(LabError, match=r"there is no recipe 'dmo-lssar'; did you mean 'demo-lssar'"):
         load("dmo-lssar")
 

@@ -113,7 +113,8 @@ def _read(name_or_path: str, seen: tuple[str, ...], near: Path | None = None) ->
 
 def _recipes(name: str) -> str:
     otherwise = "`softfocus recipes` lists those that are shipped; any other is the path of a .toml file"
-    return did_you_mean(name, shipped(), otherwise)
+    # A path is no misspelt name
+    return otherwise if Path(name).name != name else did_you_mean(name, shipped(), otherwise)
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any], table: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -42,6 +42,8 @@ class Study(Table):
         """What the name and the seed of a run, or the base's tables, would silently replace."""
         tables = {"common": self.common} | {f"rows.{name}": row for name, row in self.rows.items()}
         for where, keys in tables.items():
+            if where == "common" and "base" in keys:
+                raise ValueError("common.base: the recipe that all rows change is the study's own base")
             train = keys.get("train")
             if not isinstance(keys.get("base", ""), str):
                 raise ValueError(f"{where}.base is {keys['base']!r}, and must be the name of a recipe or row")
