@@ -297,8 +297,8 @@ def differ(actual, expected):
 
 
 def changed_at_the_end(model, inputs, before):
-    """By how much a decoder's earlier outputs move when its last token changes; None where it is
-    not seen to be one.
+    """By how much a decoder's earlier outputs move when its last token changes, measured by the
+    largest output as in ``differ``; None where it is not seen to be one.
     """
     name = next((n for n in ("decoder_input_ids", "input_ids", "inputs_embeds") if n in inputs), None)
     # A decoder of one frame's codes gives no logits for its first input
@@ -309,7 +309,8 @@ def changed_at_the_end(model, inputs, before):
     other = inputs | {name: inputs[name].clone()}
     last = other[name][:, -1]
     other[name][:, -1] = last + 1 if last.is_floating_point() else last ^ 1
-    return (forward(model, other)[outputs[0]] - before[outputs[0]])[:, :-1].abs().max().item()
+    own = before[outputs[0]]
+    return ((forward(model, other)[outputs[0]] - own)[:, :-1].abs().max() / own.abs().max()).item()
 
 
 DEFAULT = [
