@@ -5,8 +5,7 @@ saves.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from statistics import fmean, linear_regression
 
 from softfocus.lab.claims.claim import Saves
 from softfocus.lab.claims.results import Results
@@ -26,8 +25,9 @@ class PowerLaw:
     @classmethod
     def through(cls, parameters: Sequence[float], losses: Sequence[float]) -> "PowerLaw":
         """Of at least two sizes that differ."""
-        slope, intercept = np.polyfit(np.log(parameters), np.log(losses), 1)
-        return cls(float(intercept), float(slope))
+        # Not numpy's fit: it rounds as the machine's LAPACK does, and a figure must not
+        slope, intercept = linear_regression([*map(math.log, parameters)], [*map(math.log, losses)])
+        return cls(intercept, slope)
 
     def log_loss(self, parameters: float) -> float:
         """Natural logarithm of the loss at a size."""
@@ -67,8 +67,8 @@ class Family:
     @property
     def misfit(self) -> float:
         """How far a size's mean loss lies from the curve, at most, as a share of the loss."""
-        means = np.mean([np.log(losses) for losses in self.losses.values()], axis=0)
-        law = PowerLaw.through(self.parameters, np.exp(means).tolist())
+        means = [fmean(map(math.log, losses)) for losses in zip(*self.losses.values(), strict=True)]
+        law = PowerLaw.through(self.parameters, [*map(math.exp, means)])
         return max(abs(math.expm1(mean - law.log_loss(n))) for n, mean in zip(self.parameters, means, strict=True))
 
     def gap(self, others: "Family", by: float) -> float:
@@ -80,7 +80,7 @@ class Family:
         apart = [
             mine[seed].log_loss((1 - by) * largest) - theirs[seed].log_loss(largest) for seed in mine.keys() & theirs
         ]
-        return abs(math.expm1(float(np.mean(apart))))
+        return abs(math.expm1(fmean(apart)))
 
     def band(self, parameters: float) -> tuple[float, float, float]:
         """The curve's loss at a size, and the lower and upper end of its 95 % confidence band, over
