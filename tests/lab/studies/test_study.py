@@ -5,6 +5,7 @@ Over 400 lines: the cases share two studies and what they make of made-up runs.
 
 import io
 import re
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,17 @@ def test_off_a_terminal_an_estimate_says_what_it_does(two_rows: Path, tmp_path: 
         f"{loaded.title}: timing a few steps of {second}, 2 of 2",
     ]
     assert "4 runs, 4 of them left" in last
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_first_run(
+    two_rows: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(estimate, "_trial", lambda *_: (1.0, 1_000_000))
+    monkeypatch.setattr(pool, "work", lambda *_, **__: pytest.fail("a run was started"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(LabError, match=r"/out has 1\.0 KB free, and [\d.]+ MB are needed; free some space, or choose"):
+        run_study(str(two_rows), tmp_path / "out", jobs=1, console=console())
 
 
 def test_a_training_is_not_announced_for_what_is_trained_or_done(two_rows: Path, tmp_path: Path) -> None:
