@@ -50,10 +50,14 @@ ROWS = {
     "laser-lssar": "LASER over LSSAR, p = 31 annealed, a third of RoPE",
     "lssar-nope": "LSSAR, p = 31 annealed, without RoPE",
     "local": "nothing: all heads are local",
-    "no-pair-head": "as the first row, but no head of layer 0 sees two tokens alone",
+    "no-pair-head": "as the first row, but no head of layer 0 sees two tokens",
     "local-softmax-cosine-nope": "as the first row, but local softmax heads",
+    "near-laser": "the same with LASER",
+    "near-laser-cosine": "the same with LASER over cosine softmax with log N",
+    "near-lssa": "the same with LSSA",
+    "near-laser-softplus": "the same with LASER over softplus",
     "all-softmax-nope": "softmax without RoPE, and local softmax heads: softmax in every head",
-    "softmax-pair-head": "Softmax in every layer, but one head of layer 0 sees two tokens alone",
+    "softmax-pair-head": "Softmax, but one head of layer 0 sees two tokens",
 }
 FROM = ("never", "1 to 63", "64 to 127", "128 to 255", "256 to 511", "512 to 1,023", "1,024 to 2,047")
 
@@ -532,9 +536,35 @@ def test_what_is_said_of_longer_texts_is_measured():
 
 
 def test_what_is_said_of_a_head_that_sees_two_tokens_is_measured():
+    by, pair, layout = by_label("layouts", "global-heads"), "softmax-pair-head", "all-softmax-nope"
+    assert len(by[pair].evaluations) == 8
+    lower = [minus(by, pair, "Softmax", at) for at in (HERE, WINDOWED)]
+    ours = [minus(by, OURS, pair, *at) for at in ((HERE, HERE), (FAR, WINDOWED))]
+    assert all(one.sure for one in (*lower, *ours))
+    assert 0.35 < lower[0].value / minus(by, OURS, "Softmax").value < 0.45, "two fifths"
+    gaps = [shown(one).removeprefix("-") for one in (*lower, *ours)]
+    text = "is below Softmax by {} at the training length and, both with the window, by {} at 16 times it (eight seeds)."
+    assert text.format(*gaps[:2]) in TEXT
+    text = "by {} at the training length, and as trained at 16 times it, where this model has a window, by {}."
+    assert f"with each of eight seeds: {text.format(*gaps[2:])}" in TEXT
+    for at, rival in ((HERE, HERE), (FAR, WINDOWED)):
+        theirs = by_seed("layouts", pair, rival)
+        assert all(loss < theirs[seed] for seed, loss in by_seed("layouts", OURS, at).items())
+    assert not any(beside(by, layout, pair, *at).sure for at in ((HERE, HERE), (FAR, WINDOWED), (WINDOWED, WINDOWED)))
+    readme, evidence = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/evidence.md"))
+    for page in (readme, evidence):
+        assert f"is below Softmax by {gaps[0]} at the training length. Global heads are below it by {gaps[2]} and," in page
+        assert f"as trained at 16 times it, where it has a window, by {gaps[3]}" in page
+
+
+def test_what_is_said_of_other_local_heads_is_measured():
     by = by_label("layouts", "global-heads")
-    assert not beside(by, "softmax-pair-head", "Softmax").sure
-    assert beside(by, "softmax-pair-head", OURS).sure
+    rows = [f"near-{name}" for name in ("lssa", "laser", "laser-cosine", "laser-softplus")]
+    assert all(len(by[row].evaluations) == 3 for row in rows)
+    assert not any(beside(by, row, OURS, at).sure for row in rows for at in (HERE, FAR))
+    *more, last = (shown(beside(by, row, OURS)) for row in rows)
+    text = "With LSSA, LASER, LASER over cosine softmax and LASER over softplus it is higher by"
+    assert f"{text} {', '.join(more)} and {last}, all inconclusive (three seeds)." in TEXT
 
 
 def test_what_is_said_of_far_keys_holds_for_every_seed():

@@ -30,8 +30,8 @@ from .test_global_heads_small import sizes
 README = (ROOT / "README.md").read_text()
 TEXT = " ".join(README.split())
 SHOWN = (
-    "Softmax", "cosine-nope", "laser-lssa-local", "lssa-local", "lssa-hybrid", "softplus_l1", "LASER", "LSSAR",
-    "local-nope",
+    "Softmax", "softmax-pair-head", "cosine-nope", "laser-lssa-local", "lssa-local", "lssa-hybrid", "softplus_l1",
+    "LASER", "LSSAR", "local-nope",
 )  # fmt: skip
 """Rows of the table; docs/layouts.md has all."""
 

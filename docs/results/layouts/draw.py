@@ -15,6 +15,7 @@ from softfocus.lab.run_folder.results import AS_TRAINED
 RESULTS = Path(__file__).with_name("results.json")
 ROWS = {
     "Softmax": "Softmax",
+    "softmax-pair-head": "Softmax, a head of two tokens",
     "cosine-nope": "global heads",
     "laser-lssa-local": "LASER over LSSA, every other layer local",
     "lssa-local": "local LSSA layers, global LSSA",
