@@ -156,32 +156,11 @@ SWEPT_LAST = (
     "local-ssmax", "cosine-local", "softplus-local", "laser-local", "laser-softplus-local", "laser-softplus",
 )  # fmt: skip
 GLOBAL_HEADS = {
-    "softmax-nope": "softmax in the two global heads",
-    "ssmax-nope": "SSMax in the two global heads",
-    "qknorm-nope": "QK-norm in the two global heads",
-    "lssa-nope": "LSSA in the two global heads",
-    "laser-lssa-nope": "LASER over LSSA in the two global heads",
-    "laser-cosine-nope": "LASER over cosine softmax in the two global heads",
-    "lssar-nope": "LSSAR, p = 31, in the two global heads",
-    "lssar": "the same with a third of RoPE",
-    "laser-lssar": "LASER over LSSAR, p = 31, a third of RoPE, in the two global heads",
-    "softmax": "softmax, a third of RoPE, in the two global heads",
-    "cosine": "global heads with a third of RoPE",
-    "local": "global heads, but all heads are local",
-    "no-pair-head": "global heads without the head that sees two tokens",
-    "local-softmax-cosine-nope": "global heads with local softmax heads",
-}
-"""Rows of the study global-heads, which are other rows of learning-rates where THIRD says so."""
-THIRD = {"softmax": "softmax-third", "lssar": "lssar-third"}
-
-
-def rates_of_heads(row: str) -> list[float]:
-    """At 2e-3, 4e-3 and 8e-3."""
-    swept = THIRD.get(row, row)
-    return [
-        loss("learning-rates", f"{swept}-s0"), loss("global-heads", f"{row}-s0"),
-        loss("learning-rates", f"{swept}-four-times-s0"),
-    ]  # fmt: skip
+    f"{row}-nope": f"{name} in the two global heads"
+    for row, name in {
+        "softmax": "softmax", "ssmax": "SSMax", "qknorm": "QK-norm", "lssa": "LSSA", "lssar": "LSSAR, p = 31,",
+    }.items()
+}  # fmt: skip
 
 
 def rates() -> str:
@@ -198,12 +177,9 @@ def rates() -> str:
         "all-softmax-nope": ("softmax in every head of that layout", loss("global-heads", "all-softmax-nope-s0")),
     }
     own |= {row: (NAMES[LABELS.get(row, row)], loss("layouts", f"{row}-s0")) for row in SWEPT_LAST}
+    own |= {row: (name, loss("global-heads", f"{row}-s0")) for row, name in GLOBAL_HEADS.items()}
     for row, (name, here) in own.items():
         found[name] = [None, other(f"{row}-s0"), here, other(f"{row}-four-times-s0")]
-    found |= {name: [None, *rates_of_heads(row)] for row, name in GLOBAL_HEADS.items()}
-    found[NAMES["LSSA"]] = [None, other("lssa-s0"), loss("layouts", "lssa-s0"), loss("layout-candidates", "lssa-8-s0")]
-    annealed = loss("lssar-annealed", "lssar-annealed-s0")
-    found["the same, p annealed from 1"] = [None, other("lssar-annealed-s0"), annealed, other("lssar-annealed-four-times-s0")]
     return rates_table(("1e-3", "2e-3", "4e-3", "8e-3"), found)
 
 
