@@ -238,3 +238,18 @@ def test_what_is_said_of_other_starts_is_measured():
     best = by_seed("layouts", "Softmax", HERE)
     text = "From 0.04 at 2e-3 its loss is {:.3f}, from 0.09 at 4e-3, the best of four rates, {:.3f} (seed 0)."
     assert text.format(cell(smaller, *HERE).loss, best[0]) in TEXT
+
+
+def test_what_is_said_of_other_rates_from_these_starts_is_measured():
+    def swept(row: str, *endings: str) -> list[float]:
+        return [cell(by_row("starts")[f"{row}{ending}"], *HERE).values[0] for ending in endings]
+
+    for row in ("softmax-6", "softmax-4"):
+        quarter, half, same = swept(row, "-quarter", "-half", "")
+        assert half < min(quarter, same)
+    found = [swept(row, "-half", "", "-twice") for row in ("global-heads-6", "all-softmax-6")]
+    assert all(same < min(half, twice) for half, same, twice in found)
+    text = "At 1e-3 it has {:.3f} and {:.3f}."
+    assert text.format(*(swept(row, "-quarter")[0] for row in ("softmax-6", "softmax-4"))) in TEXT
+    text = "they have {:.3f} and {:.3f} at 2e-3, {:.3f} and {:.3f} at 4e-3, {:.3f} and {:.3f} at 8e-3 (seed 0)."
+    assert text.format(*(one for rate in zip(*found, strict=True) for one in rate)) in TEXT
