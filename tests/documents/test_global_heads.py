@@ -543,7 +543,9 @@ def test_what_is_said_of_a_head_that_sees_two_tokens_is_measured():
     assert all(one.sure for one in (*lower, *ours))
     assert 0.35 < lower[0].value / minus(by, OURS, "Softmax").value < 0.45, "two fifths"
     gaps = [shown(one).removeprefix("-") for one in (*lower, *ours)]
-    text = "is below Softmax by {} at the training length and, both with the window, by {} at 16 times it (eight seeds)."
+    text = (
+        "is below Softmax by {} at the training length and, both with the window, by {} at 16 times it (eight seeds)."
+    )
     assert text.format(*gaps[:2]) in TEXT
     text = "by {} at the training length, and as trained at 16 times it, where this model has a window, by {}."
     assert f"with each of eight seeds: {text.format(*gaps[2:])}" in TEXT
@@ -553,7 +555,9 @@ def test_what_is_said_of_a_head_that_sees_two_tokens_is_measured():
     assert not any(beside(by, layout, pair, *at).sure for at in ((HERE, HERE), (FAR, WINDOWED), (WINDOWED, WINDOWED)))
     readme, evidence = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/evidence.md"))
     for page in (readme, evidence):
-        assert f"is below Softmax by {gaps[0]} at the training length. Global heads are below it by {gaps[2]} and," in page
+        assert (
+            f"is below Softmax by {gaps[0]} at the training length. Global heads are below it by {gaps[2]} and," in page
+        )
         assert f"as trained at 16 times it, where it has a window, by {gaps[3]}" in page
 
 

@@ -22,7 +22,7 @@ CARRIES = Carries(
     dtypes=FLOATING, devices=("any",),
     features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
 )  # fmt: skip
-ABOUT = "pure torch in blocks of rows: runs everywhere, memory O(L), slower than a fused kernel"
+ABOUT = "pure torch in tiles of whole rows: runs everywhere, memory O(L), slower than a fused kernel"
 # Members of contract.Backend that this backend does not need
 refuses = runner = saved_vector_count = None
 

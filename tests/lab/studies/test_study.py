@@ -565,7 +565,10 @@ def test_a_folder_takes_one_study_at_a_time(tmp_path: Path) -> None:
         ('title = "x"\n[rows.a]\nname = "b"', "rows.a.name: a run has the name of its row and its seed"),
         ('title = "x"\n[rows.a]\ntrain.seed = 5', "rows.a.train.seed: every row is trained with the study's seeds"),
         ('title = "x"\n[common]\ntrain.seed = 5\n[rows.a]', "common.train.seed: every row is trained with the"),
-        ('title = "x"\n[common]\nbase = "toy"\n[rows.a]', "common.base: the recipe that all rows change is the study's"),
+        (
+            'title = "x"\n[common]\nbase = "toy"\n[rows.a]',
+            "common.base: the recipe that all rows change is the study's",
+        ),
         ('title = "x"\n[rows.a]\ntrain = 3', "rows.a.train is 3, and must be a table"),
         (
             'title = "x"\n[rows.a]\nbase = "dem"',

@@ -63,10 +63,10 @@ TILES = {
     ("decode", "hdim64"): _shapes((16, 128, 4)),
     ("decode", "hdim128"): _shapes((16, 64, 4)),
 }
-"""The tile shapes to choose from, by kernel and name. A name gives the width, and may add a phi,
-"compute-intensive" or "LASER"; "LASER" alone is for every width. ``candidates`` takes the most
-specific one. "hdim64" is for heads of at most 64 dimensions, and for all heads where a kernel has
-no "hdim128". "compute-intensive" kernels compute more per score (``candidates``).
+"""The tile shapes to choose from, by kernel and name. A name gives the width, and may add a phi or
+"compute-intensive"; "LASER" is for every width. ``candidates`` takes the most specific one.
+"hdim64" is for heads of at most 64 dimensions, and for all heads where a kernel has no "hdim128".
+"compute-intensive" kernels compute more per score (``candidates``).
 
 The first shape is taken where nothing is measured. This table is for Hopper. Wherever its first
 shapes were measured, all in bfloat16, they take at most 1.1 times the time of the fastest
@@ -170,7 +170,7 @@ def candidates(kernel: str, call: Call) -> tuple[TileShape, ...]:
     if compute_intensive:
         names = [f"{width}, compute-intensive", *names]
     if laser and not reweighted:
-        names = [f"{width}, LASER", "LASER", *names]
+        names = ["LASER", *names]
     return next(table[kernel, name] for name in names if (kernel, name) in table)
 
 

@@ -103,6 +103,7 @@ class RowGradients {
   Buffer<float> list_u;
   Buffer<int64_t> list_start;   // [tiles, BLOCK_Q], where the list of a tile and row begins
   Buffer<uint8_t> list_length;  // [tiles, BLOCK_Q], its length
+  static_assert(BLOCK_K <= std::numeric_limits<uint8_t>::max());
   // [BLOCK_Q, row_stride], the exact terms X_j by offset j; only rows with has_exact are set
   Buffer<float> exact_terms;
   bool has_exact[BLOCK_Q];            // rows with at least one exact sum
@@ -252,10 +253,10 @@ class RowGradients {
     }
   }
 
-  // C [keys, width] (+)= A^T B for MR keys, or one: A [depth, TILE_STRIDE], B [depth, width]
-  static void transposed_product(int64_t keys, const float* a, int64_t depth, const float* b, int64_t width, float* c,
+  // C [n_keys, width] (+)= A^T B for MR keys, or one: A [depth, TILE_STRIDE], B [depth, width]
+  static void transposed_product(int64_t n_keys, const float* a, int64_t depth, const float* b, int64_t width, float* c,
                                  bool add) {
-    if (keys == MR)
+    if (n_keys == MR)
       product<MR>(width / W, depth, a, 1, TILE_STRIDE, b, width, c, width, add);
     else
       product<1>(width / W, depth, a, 1, TILE_STRIDE, b, width, c, width, add);

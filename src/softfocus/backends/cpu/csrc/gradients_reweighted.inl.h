@@ -146,7 +146,7 @@ inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowV
           width = block.padded_value_dim;
   const float *da = grad_weights_of_lists() + start, *u_list = list_u + start;
   const uint8_t* key = list_keys + start;
-  float grad_phi[BLOCK_K + W], a[BLOCK_K + W];
+  float grad_phi[BLOCK_K + W], a[BLOCK_K + W];  // whole vectors, past the end of the list
   RowBlock<Phi>::with_powers(block.power[r], [&](auto powers) {
     // Entries after the list's end are computed but not used.
     for (int64_t e = 0; e < n; e += W) {

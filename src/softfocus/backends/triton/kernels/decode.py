@@ -202,7 +202,7 @@ def weights(
     count = masking.visible_count(masks, inputs, b, row_heads, q_offsets)
     row_max, shift, phi_sum = _merged_statistics(algebra, split_stats, splits, ROWS_STORED)
     largest_phi = algebra.phi.value(row_max, shift, algebra)
-    threshold, inverse_spread, tied, _peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest_phi)
+    threshold, inverse_spread, tied, _peak = weighting.row_threshold(algebra, count, phi_sum, largest_phi)
     negligible = _negligible(inputs, algebra, count, tied, row_heads)
     power_sum = tl.zeros([ROWS_STORED], tl.float32)
     end_key = stop_tile * blocks.BLOCK_K
@@ -390,7 +390,7 @@ def combine(inputs, algebra, masks, split_stats, split_accs, splits, outputs, RO
     peak = tl.zeros_like(phi_sum)
     if algebra.reweighted:
         largest_phi = algebra.phi.value(row_max, shift, algebra)
-        _threshold, _inverse_spread, _tied, peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest_phi)
+        _threshold, _inverse_spread, _tied, peak = weighting.row_threshold(algebra, count, phi_sum, largest_phi)
     # Decoding treats every tile as a partial one. needs_exact, from STAT_MARK, has the rows that
     # give weight to a large value. The forward's vector for full tiles is 0, of any length
     no_large_value = tl.zeros([16], tl.float32)

@@ -47,9 +47,7 @@ def forward(inputs, algebra, masks, outputs, blocks):
             shift = row_shift(row_max, algebra) if algebra.shifted else shift
             phi_sum = compensated(phi_sum, phi_error)
             largest_phi = algebra.phi.value(row_max, shift, algebra)
-            threshold, inverse_spread, tied, peak = weighting.row_threshold(
-                inputs, algebra, count, phi_sum, largest_phi
-            )
+            threshold, inverse_spread, tied, peak = weighting.row_threshold(algebra, count, phi_sum, largest_phi)
         for IS_PARTIAL in tl.static_range(1, -1, -1):  # partial tiles first; any order would do
             for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, IS_PARTIAL)):
                 k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)  # [BLOCK_K]

@@ -127,7 +127,7 @@ def exact_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
     shift, largest_phi, phi_sum, power_sum = weighting.saved_statistics(saved, inputs, algebra, b, h, q_offsets)
     phi_sum = tl.where(phi_sum == 0.0, 1.0, phi_sum)
     power_sum = tl.where(power_sum == 0.0, 1.0, power_sum)
-    threshold, inverse_spread, tied, _peak = weighting.row_threshold(inputs, algebra, count, phi_sum, largest_phi)
+    threshold, inverse_spread, tied, _peak = weighting.row_threshold(algebra, count, phi_sum, largest_phi)
     marks = load_marks(saved, inputs, b, h, q_offsets)
     return ExactRow(shift, phi_sum, threshold, inverse_spread, tied, power_sum, delta, marks == ONE_KEY)
 
@@ -197,9 +197,10 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
     power = 1.0
     # phi' / phi is not computed from an f that is nearly subnormal (below 2^-126), but from the
     # score (``Phi.log_derivative``). The limit is 2^-100 for a phi without zeros: there it is in
-    # its exponential tail, where phi' / phi is 1. It is 2^-60 for the relu family, since s^2 may be
-    # subnormal although f = s^2 2^-shift is not, where the shift is -66 or more. (Only float16 has
-    # a shift here, and its scores are rarely so small.) There 1 / s, or 2 / s, is right for any s
+    # its exponential tail, where phi' / phi is 1. It is 2^-60 for the relu family, whose f is
+    # s^2 2^-shift: above it s^2 is not subnormal, as long as the shift is -66 or more. (Only
+    # float16 has a shift here, and its scores are rarely so small.) Below it 1 / s, or 2 / s, is
+    # right for any s
     small = 2.0**-60 if algebra.phi.has_zeros else 2.0**-100  # unmeasured
     if algebra.reweighted:
         # Above a threshold f - threshold is 0 or at least one ulp of f: f needs no such limit

@@ -36,17 +36,17 @@ def row_factor(inputs, algebra, count, b):
 
 
 @triton.jit
-def reciprocal_sum(phi_sum, algebra):
-    """1 / phi_sum, or 1 where phi_sum is 0.
+def reciprocal_sum(total, algebra):
+    """1 / total, or 1 where total is 0; total is the sum of phi, u^p or the weights of a row.
 
     In float32 it is correctly rounded: where one key dominates a row, delta must equal that key's
     dL/dA.
     """
-    phi_sum = tl.where(phi_sum == 0.0, 1.0, phi_sum)
+    total = tl.where(total == 0.0, 1.0, total)
     if algebra.inputs_are_fp32:
-        result = tl.div_rn(tl.full(phi_sum.shape, 1.0, tl.float32), phi_sum)
+        result = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), total)
     else:
-        result = 1.0 / phi_sum
+        result = 1.0 / total
     return result
 
 
@@ -98,7 +98,7 @@ def u_to_the_power(u, inputs, algebra, h, MINUS: tl.constexpr):
 
 
 @triton.jit
-def row_threshold(inputs, algebra, count, phi_sum, largest_phi):
+def row_threshold(algebra, count, phi_sum, largest_phi):
     """(threshold, 1 / spread, tied, peak) of rows [BLOCK_Q], from the sum and the largest phi of
     each; eq. 5 of arXiv 2501.13428.
 
@@ -208,7 +208,7 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
     zero_grad_above = threshold
     inverse_spread = threshold - 1.0  # not used without re-weighting, but Triton needs the name
     if algebra.reweighted:
-        threshold, inverse_spread, tied, _peak = row_threshold(inputs, algebra, count, phi_sum, largest_phi)
+        threshold, inverse_spread, tied, _peak = row_threshold(algebra, count, phi_sum, largest_phi)
         largest_u_power = u_to_the_power(
             phi_to_u(largest_phi, threshold, inverse_spread, algebra), inputs, algebra, h, 0
         )
