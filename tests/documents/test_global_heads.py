@@ -359,7 +359,66 @@ def longer_texts() -> str:
     return table(["a training step reads", "bytes", "seeds", *LONG], rows)
 
 
+DOCUMENTS = {
+    "softmax": "Softmax in every layer",
+    "softmax-pair-head": "Softmax, but one head of layer 0 sees two tokens",
+    "all-softmax-nope": "softmax in every head of the layout below",
+    "global-heads": "**global heads without RoPE, the others local**",
+}
+
+
+def documents() -> str:
+    """Losses on English documents, and differences from Softmax."""
+    by, rows = by_row("documents"), []
+    for row, name in DOCUMENTS.items():
+        leads = ["", ""]
+        if row != "softmax":
+            leads = [said(beside(by, row, "softmax", *pair)) for pair in ((HERE, HERE), (FAR, WINDOWED))]
+        rows.append([name, str(len(by[row].evaluations)), *shown_losses(by[row]), *leads])
+    against = "1x, minus Softmax", "16x, as trained, minus Softmax with the window"
+    return table(["English documents", "seeds", *COLUMNS, *against], rows)
+
+
+def test_what_is_said_of_english_documents_is_measured():
+    by, ours, pair, layout = by_row("documents"), "global-heads", "softmax-pair-head", "all-softmax-nope"
+    lower = [minus(by, pair, "softmax", at) for at in (HERE, WINDOWED)]
+    assert all(one.sure for one in lower)
+    text = "Softmax's loss is lower by {}** at the training length and by {} at 16 times it, both with the window"
+    assert text.format(*(shown(one).removeprefix("-") for one in lower)) in TEXT
+    level = [minus(by, ours, pair, *at) for at in ((HERE, HERE), (FAR, WINDOWED))]
+    assert not any(one.sure for one in level)
+    text = "{} at the training length and, as trained, minus it with the window, {} at 16 times it. Both are"
+    assert text.format(*map(shown, level)) in TEXT
+
+    def seeds(row, at):
+        return cell(by[row], *at).values
+
+    for row, at in (("softmax", HERE), (pair, HERE), (pair, WINDOWED), (ours, HERE), (layout, HERE), (layout, FAR)):
+        assert [one.seed for one in cell(by[row], *at).group.evaluations] == [0, 1, 2]
+    for at in (HERE, WINDOWED):
+        assert all(a < b for a, b in zip(seeds(pair, at), seeds("softmax", at), strict=True))
+    for at, rival in ((HERE, HERE), (FAR, WINDOWED)):
+        assert all(a < b for a, b in zip(seeds(ours, at), seeds("softmax", rival), strict=True))
+        assert not minus(by, ours, "softmax", at, rival).sure
+        assert all(a < b for a, b in zip(seeds(ours, at), seeds(layout, at), strict=True))
+    leads = [b - a for a, b in zip(seeds(ours, HERE), seeds("softmax", HERE), strict=True)]
+    assert f"by {min(leads):.3f} to {max(leads):.3f} at the training length. With three seeds the mean" in TEXT
+    near, *apart = (minus(by, layout, ours, at) for at in (HERE, FAR, WINDOWED))
+    assert not near.sure
+    assert all(one.sure for one in apart)
+    assert "difference is {}, both as trained, and {}, both with the window.".format(*map(shown, apart)) in TEXT
+    assert f"At the training length it is {said(near).removeprefix('+')}." in TEXT
+    far = minus({"as trained": by[ours], "window": by[ours]}, "as trained", "window", FAR, WINDOWED)
+    assert far.sure
+    assert f"it is above that with the window by {shown(far)}." in TEXT
+    assert cell(by[ours], *FAR).loss < cell(by[ours], *HERE).loss
+    readme, limits = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/limitations.md"))
+    for page in (readme, limits):
+        assert f"difference is {shown(level[0])} at the training length, inconclusive (three seeds)" in page
+
+
 TABLES = SMALL | STARTS | {
+    "documents": documents,
     "bpe_longer": bpe_longer, "around": around, "longer_texts": longer_texts,
     "losses": losses, "far_keys": far_keys, "recalled": recalled, "other_sizes": other_sizes, "rounding": rounding,
     "bpe_starts": bpe_starts,

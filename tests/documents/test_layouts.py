@@ -156,11 +156,32 @@ SWEPT_LAST = (
     "local-ssmax", "cosine-local", "softplus-local", "laser-local", "laser-softplus-local", "laser-softplus",
 )  # fmt: skip
 GLOBAL_HEADS = {
-    f"{row}-nope": f"{name} in the two global heads"
-    for row, name in {
-        "softmax": "softmax", "ssmax": "SSMax", "qknorm": "QK-norm", "lssa": "LSSA", "lssar": "LSSAR, p = 31,",
-    }.items()
-}  # fmt: skip
+    "softmax-nope": "softmax in the two global heads",
+    "ssmax-nope": "SSMax in the two global heads",
+    "qknorm-nope": "QK-norm in the two global heads",
+    "lssa-nope": "LSSA in the two global heads",
+    "laser-lssa-nope": "LASER over LSSA in the two global heads",
+    "laser-cosine-nope": "LASER over cosine softmax in the two global heads",
+    "lssar-nope": "LSSAR, p = 31, in the two global heads",
+    "lssar": "the same with a third of RoPE",
+    "laser-lssar": "LASER over LSSAR, p = 31, a third of RoPE, in the two global heads",
+    "softmax": "softmax, a third of RoPE, in the two global heads",
+    "cosine": "global heads with a third of RoPE",
+    "local": "global heads, but all heads are local",
+    "no-pair-head": "global heads without the head that sees two tokens",
+    "local-softmax-cosine-nope": "global heads with local softmax heads",
+}
+"""Rows of the study global-heads, which are other rows of learning-rates where THIRD says so."""
+THIRD = {"softmax": "softmax-third", "lssar": "lssar-third"}
+
+
+def rates_of_heads(row: str) -> list[float]:
+    """At 2e-3, 4e-3 and 8e-3."""
+    swept = THIRD.get(row, row)
+    return [
+        loss("learning-rates", f"{swept}-s0"), loss("global-heads", f"{row}-s0"),
+        loss("learning-rates", f"{swept}-four-times-s0"),
+    ]  # fmt: skip
 
 
 def rates() -> str:
@@ -177,9 +198,14 @@ def rates() -> str:
         "all-softmax-nope": ("softmax in every head of that layout", loss("global-heads", "all-softmax-nope-s0")),
     }
     own |= {row: (NAMES[LABELS.get(row, row)], loss("layouts", f"{row}-s0")) for row in SWEPT_LAST}
-    own |= {row: (name, loss("global-heads", f"{row}-s0")) for row, name in GLOBAL_HEADS.items()}
     for row, (name, here) in own.items():
         found[name] = [None, other(f"{row}-s0"), here, other(f"{row}-four-times-s0")]
+    found |= {name: [None, *rates_of_heads(row)] for row, name in GLOBAL_HEADS.items()}
+    found[NAMES["LSSA"]] = [None, other("lssa-s0"), loss("layouts", "lssa-s0"), loss("layout-candidates", "lssa-8-s0")]
+    row = "lssar-annealed"
+    found["LSSAR, p annealed from 1 to 15, in every layer"] = [
+        None, other(f"{row}-s0"), loss(row, f"{row}-s0"), other(f"{row}-four-times-s0"),
+    ]  # fmt: skip
     return rates_table(("1e-3", "2e-3", "4e-3", "8e-3"), found)
 
 
@@ -634,13 +660,22 @@ def test_what_other_rates_cost_is_the_measured_one():
         "all-softmax-nope": loss("global-heads", "all-softmax-nope-s0"),
     }  # fmt: skip
     here |= {row: own(f"{row}-s0") for row in SWEPT_LAST}
-    here |= {row: loss("global-heads", f"{row}-s0") for row in GLOBAL_HEADS}
-    in_heads = here.pop("softmax-nope")
     for row, found in here.items():
         assert found < min(sweep(f"{row}{ending}-s0") for ending in ("", "-four-times")), row
-    at_8 = sweep("softmax-nope-four-times-s0")
-    assert at_8 < in_heads < sweep("softmax-nope-s0")
-    assert f"Softmax in the two heads is lower by {in_heads - at_8:.3f} at 8e-3" in HEADS
+    found = {row: rates_of_heads(row) for row in GLOBAL_HEADS}
+    assert {row for row, (_, same, twice) in found.items() if twice < same} == {
+        "softmax-nope", "laser-lssa-nope", "local",
+    }  # fmt: skip
+    assert all(same < half for half, same, _ in found.values())
+    gains = [found[row][1] - found[row][2] for row in ("softmax-nope", "local")]
+    assert "have a lower loss at 8e-3, by {:.3f} and {:.3f}.".format(*gains) in HEADS
+    _, same, twice = (f"{one:.3f}" for one in found["laser-lssa-nope"])
+    assert same == twice
+    assert f"LASER over LSSA in the two heads has {same} at either rate" in HEADS
+    for row, here in {"lssar-annealed": loss("lssar-annealed", "lssar-annealed-s0"), "lssa": own("lssa-s0")}.items():
+        assert here < sweep(f"{row}-s0")
+    assert loss("lssar-annealed", "lssar-annealed-s0") < sweep("lssar-annealed-four-times-s0")
+    assert own("hybrid-half-rope-s0") < sweep("hybrid-half-rope-four-times-s0")
     assert sweep("local-nope-s0") < min(sweep("local-nope-half-s0"), own("local-nope-s0")), "best at 2e-3"
     lead = sweep("softmax-s0") - sweep("local-cosine-s0")
     assert f"At 2e-3 it is ahead of Softmax by {lead:.3f} (seed 0)." in TEXT
