@@ -255,6 +255,7 @@ def test_the_lead_at_the_best_rates_is_the_measured_one():
 
 LARGER = {
     "Softmax": "Softmax in every layer",
+    "softmax-pair-head": "Softmax, but one head of layer 0 sees two tokens",
     "local-softmax": "softmax, every other layer local",
     "laser-lssa-local": "LASER over LSSA, every other layer local",
     "all-softmax-nope": "softmax in every head of the layout below",
@@ -276,6 +277,23 @@ def larger_heads() -> str:
         rows.append([name, str(len(by[label].evaluations)), *shown_losses(by[label]), *leads])
     against = "1x, minus Softmax", "16x, as trained, minus Softmax with the window"
     return table(["3.2 M parameters, bytes", "seeds", *COLUMNS, *against], rows)
+
+
+def test_what_is_said_of_a_head_of_two_tokens_in_the_larger_model_is_measured():
+    by, pair = larger(), "softmax-pair-head"
+    level = beside(by, pair, "Softmax")
+    assert not level.sure
+    assert f"level with Softmax: {shown(level)} at the training length, inconclusive." in TEXT
+    below = [beside(by, "global-heads", pair, *at) for at in ((HERE, HERE), (FAR, WINDOWED))]
+    assert all(one.sure for one in below)
+    near, far = (shown(one).removeprefix("-") for one in below)
+    text = "by {} and, as trained at 16 times the length, where it has a window, by {}."
+    assert text.format(near, far) in TEXT
+    for at, rival in ((HERE, HERE), (FAR, WINDOWED)):
+        pairs = zip(cell(by["global-heads"], *at).values, cell(by[pair], *rival).values, strict=True)
+        assert all(mine < its for mine, its in pairs)
+    text = f"global heads are [below it](docs/global-heads.md#a-larger-model) by {near} (three seeds)."
+    assert text in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_what_is_said_of_the_larger_model_holds_for_every_seed():
