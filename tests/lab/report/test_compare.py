@@ -195,7 +195,7 @@ def test_runs_that_a_report_no_longer_shows_are_named(fabricate, tmp_path):
     assert "is replaced" not in said(quiet), "the same runs, and more"
     compare([two], out, console=quiet)
     told = " ".join(said(quiet).split())
-    assert f"{out / RESULTS} is replaced. It also held softmax, lssar. Their run folders are kept" in told
+    assert f"{out / RESULTS} is replaced. It also held softmax, lssar; `softfocus compare RUN...`" in told
     (out / RESULTS).write_text("[1]")
     compare([two], out, console=quiet)
     assert " ".join(said(quiet).split()).count("is replaced") == 1, "no report stood there"

@@ -149,8 +149,8 @@ def say_replaced(path: Path, runs: Sequence[RunInfo], console: Console) -> None:
         names = [entry["info"]["name"] for entry in json.loads(path.read_text(encoding="utf-8"))["runs"]]
     if lost := [name for name in names if name not in {info.name for info in runs}]:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
-        kept = "Their run folders are kept; `softfocus compare RUN...` shows runs together"
-        say(console, f"Note: {path} is replaced. It also held {', '.join(lost[:4])}{more}. {kept}", wrap=True)
+        together = "`softfocus compare RUN...` shows runs together"
+        say(console, f"Note: {path} is replaced. It also held {', '.join(lost[:4])}{more}; {together}", wrap=True)
 
 
 def read_as(kind: type[_Kind], path: Path) -> _Kind:
