@@ -139,6 +139,13 @@ def test_the_later_comparison_with_the_old_kernels_is_the_committed_one():
     assert found.keys() == {("decode", 4096, "softmax"), ("decode", 1024, "lssar")}
     text = "faster, in decoding: softmax at 4K ({}) and LSSAR at 1K ({})."
     assert text.format(found["decode", 4096, "softmax"], found["decode", 1024, "lssar"]) in TEXT
+    with_amx = json.loads((RESULTS / "before-and-after/amx.json").read_text())
+    assert with_amx["old"] == "4a7534ae"
+    assert {one["dtype"] for one in with_amx["cells"]} == {"bfloat16"}
+    within = sum(0.97 <= one["new_over_old"]["median"] <= 1.03 for one in with_amx["cells"])
+    assert within == len(with_amx["cells"]) == 6
+    assert "with the kernels of 4a7534ae, forward, backward and in decoding at 1K and 4K" in TEXT
+    assert "all six cells are within 0.97 and 1.03" in TEXT
     cells = json.loads((RESULTS / "before-and-after/decode-cpu-time.json").read_text())["cells"]
     for one in cells:
         new, old = (median(one[side]) for side in ("new", "old"))
