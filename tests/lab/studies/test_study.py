@@ -596,6 +596,20 @@ def test_rows_of_a_study_are_chosen_by_name(two_rows: Path) -> None:
     assert study.recipes(found, near, rows=list(found.rows)) == study.recipes(found, near)
 
 
+def test_a_key_may_be_set_in_all_rows(two_rows: Path) -> None:
+    found, near = study.load(str(two_rows))
+    now = study.recipes(found, near, [1], overrides=["train.learning_rate=0.5", "train.weight_decay=0.25"])
+    assert [(one.train.learning_rate, one.train.weight_decay, one.train.seed) for one in now] == [(0.5, 0.25, 1)] * 2
+    before = study.recipes(found, near, [1])
+    assert [one.model.mechanism for one in now] == [one.model.mechanism for one in before]
+    assert [one.name for one in now] == [one.name for one in before]
+    for key, remedy in {"train.seed=3": "use --seeds", "name=a": "a run has the name of its row and its seed"}.items():
+        with pytest.raises(UsageError, match=f"--set {key.partition('=')[0]}: .*{remedy}"):
+            study.recipes(found, near, overrides=[key])
+    with pytest.raises(LabError, match=r"row .* has no key 'train\.step'; did you mean 'train\.steps'"):
+        study.recipes(found, near, overrides=["train.step=3"])
+
+
 def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--rows: there is no row 'softmac'; did you mean 'softmax'"):
         study.recipes(*study.load("layouts"), rows=["softmax", "softmac"])

@@ -93,6 +93,10 @@ def study(
     rows: Annotated[
         str | None, typer.Option(metavar="LIST", help="softmax,lssa: train these rows; all if left out.")
     ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a key of all rows; may be repeated."),
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time.", show_default="as many as there are cores")
     ] = None,
@@ -116,6 +120,7 @@ def study(
         folder,
         seeds=wanted,
         rows=None if rows is None else [name.strip() for name in rows.split(",")],
+        overrides=overrides or (),
         jobs=jobs,
         overwrite=overwrite,
         estimate_only=estimate,

@@ -14,7 +14,7 @@ from rich.console import Console
 from softfocus.lab.errors import LabError, UsageError, did_you_mean, first_mistake
 from softfocus.lab.progress import say, telling
 from softfocus.lab.recipes.data import TRAINED_ON, Table
-from softfocus.lab.recipes.loading import LAB, derive, merged, shipped_in
+from softfocus.lab.recipes.loading import LAB, changed, derive, flat, merged, shipped_in
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import Comparison, compare
 from softfocus.lab.run_folder.disk import check_room, size_text, writing
@@ -91,28 +91,37 @@ def load(name_or_path: str) -> tuple[Study, Path | None]:
 
 
 def recipes(
-    study: Study, near: Path | None = None, seeds: Sequence[int] | None = None, rows: Sequence[str] | None = None
+    study: Study,
+    near: Path | None = None,
+    seeds: Sequence[int] | None = None,
+    rows: Sequence[str] | None = None,
+    overrides: Sequence[str] = (),
 ) -> list[Recipe]:
     """A recipe for each row and seed: all rows of a seed before the next seed.
 
     Raises:
-        UsageError: a row that the study has not.
+        UsageError: a row that the study has not, or an override that is not KEY=VALUE or sets the
+            name or the seed.
         LabError: a row that makes no recipe.
     """
     if unknown := [name for name in rows or () if name not in study.rows]:
         known = f"the study's rows are {', '.join(study.rows)}"
         raise UsageError(f"--rows: there is no row {unknown[0]!r}", did_you_mean(unknown[0], study.rows, known))
+    asked = changed(overrides)
+    for key, remedy in (("name", "a run has the name of its row and its seed"), ("train.seed", "use --seeds")):
+        if key in flat(asked):
+            raise UsageError(f"--set {key}: this would give all rows the same {key.rpartition('.')[2]}", remedy)
     found = []
     for seed in seeds or study.seeds:
         for name in study.rows:
             if rows is not None and name not in rows:
                 continue
             base, own = _base_and_changes(study, name)
-            changes = merged(merged(study.common, own), {"train": {"seed": seed}})
+            changes = merged(merged(merged(study.common, own), asked), {"train": {"seed": seed}})
             try:
                 found.append(derive(base, f"{name}-s{seed}", changes, near))
             except LabError as error:
-                remedy = error.remedy.replace("correct it in the recipe or with --set", "correct it in the study")
+                remedy = error.remedy.replace("correct it in the recipe", "correct it in the study")
                 raise LabError(f"row {name} of the study: {error.what}", remedy) from None
     if len(kinds := {recipe.data.kind for recipe in found}) > 1:
         what = " and some on ".join(TRAINED_ON[kind] for kind in sorted(kinds, reverse=True))
@@ -149,6 +158,7 @@ def run_study(
     *,
     seeds: Sequence[int] | None = None,
     rows: Sequence[str] | None = None,
+    overrides: Sequence[str] = (),
     jobs: int | None = None,
     overwrite: bool = False,
     estimate_only: bool = False,
@@ -162,6 +172,7 @@ def run_study(
         folder: gets a run folder for each row and seed, logs, and the comparison.
         seeds: take these, not the study's.
         rows: of the study's rows these alone.
+        overrides: `"train.learning_rate=2e-3"`: keys that all rows change.
         jobs: runs at a time, which share the cores; as many as there are cores by default.
         overwrite: train again what is there.
         estimate_only: say what it will take and stop.
@@ -171,7 +182,7 @@ def run_study(
         The comparison of all that finished; None for an estimate.
 
     Raises:
-        UsageError: a row that the study has not.
+        UsageError: as :func:`recipes`.
         LabError: a study that cannot be read, a row that makes no recipe, a run that failed (after
             the comparison of the others has been written), runs that all diverged, or Ctrl-C.
     """
@@ -179,7 +190,7 @@ def run_study(
     study, near = load(name_or_path)
     with telling(console, study.title) as tell:
         tell("reading the recipes")
-        plan = recipes(study, near, seeds, rows)
+        plan = recipes(study, near, seeds, rows, overrides)
     found = train_all(
         study.title, plan, folder, jobs=jobs, overwrite=overwrite, estimate_only=estimate_only, console=console
     )
