@@ -229,12 +229,12 @@ def small_settings() -> str:
 
 
 def larger_rates() -> str:
-    names = {"softmax": "Softmax"} | LAYOUTS | {"laser-lssa-local": "`demo-laser-lssa-local`"}
+    names = {"softmax": "Softmax", "local-softmax": "softmax, every other layer local"}
+    names |= {"softplus-local": "softplus, every other layer local"} | LAYOUTS
+    names["laser-lssa-local"] = "`demo-laser-lssa-local`"
     found, other = swept("larger-rates", "larger", names, "-half", "-twice"), partial(loss, "larger-rates")
-    ours = "global-heads-s0"
-    found["global heads"] = [
-        other("global-heads-half-s0"), loss("larger-global-heads", ours), other("global-heads-twice-s0")
-    ]  # fmt: skip
+    for row, name in {"global-heads": "global heads", "all-softmax-nope": "softmax in every head of that layout"}.items():
+        found[name] = [other(f"{row}-half-s0"), loss("larger-global-heads", f"{row}-s0"), other(f"{row}-twice-s0")]
     return rates_table(("1e-3", "2e-3", "4e-3"), found)
 
 
@@ -632,8 +632,10 @@ def test_one_training_of_demo_hybrid_rises_on_the_tiled_backend():
 
 def test_2e_3_is_the_best_rate_of_each_row_of_the_larger_model():
     rows = [[float(one) for one in line.split("|")[2:5]] for line in larger_rates().splitlines()[2:]]
-    assert len(rows) == 5
+    assert len(rows) == 8
     assert all(min(row) == row[1] for row in rows)
+    costs = [row[2] - row[1] for row in rows]
+    assert min(costs[0], costs[1], costs[7]) > max(costs[2:7]), "those of softmax"
 
 
 def test_what_other_rates_cost_is_the_measured_one():
