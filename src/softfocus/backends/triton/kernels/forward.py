@@ -256,7 +256,7 @@ def store_results(
         # underflowed. Rows where it underflowed are marked, and EXACT replaces them
         exp_out = tl.where((weight_sum[:, None] == 0.0) | (exp_out <= 0.0), 1.0, exp_out)
         loading.store_like_out(outputs.residual, inputs, b, row_heads, q_offsets, mask, exp_out, blocks)
-        acc = log2(exp_out, algebra.terms) * LN2
+        acc = log2(exp_out, algebra.inputs_are_fp32) * LN2
     elif algebra.reweighted or algebra.normaliser == "l1":
         if algebra.phi.has_zeros:  # the reciprocal of a small sum of such phi may overflow
             divisor = tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]

@@ -115,7 +115,7 @@ def query_gradients(
                     s, grad_weights, tile_row, inputs, algebra, h
                 )
                 grad_log_numerator = weights * (grad_weights - tile_row.delta)
-                log2_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
+                log2_u = log2(tl.where(u > 0.0, u, 1.0), algebra.inputs_are_fp32)
             if IS_PARTIAL:
                 grad_u = tl.where(visible, grad_u, 0.0)  # masked scores: phi' is 0, but grad_u may be NaN
             if inputs.unit_key_fp16 is not None:

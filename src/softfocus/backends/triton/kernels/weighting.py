@@ -85,15 +85,16 @@ def u_to_the_power(u, inputs, algebra, h, MINUS: tl.constexpr):
     """u^(p - MINUS) of any shape, 0 where u is 0; MINUS is 0 or 1.
 
     u^(p - 1) is a factor of dA/du. For p = 1 it is 1, but 0 at u = 0: u = relu(..) does not depend
-    on a phi below the threshold. ``algebra.terms`` is the precision of the dtype: it selects the
-    log2.
+    on a phi below the threshold.
     """
     if inputs.power is None and algebra.power > MINUS:
         result = pointwise.whole_power(u, algebra.power - MINUS)
     elif inputs.power is None:  # algebra.power is at least 1: p - MINUS is 0
         result = tl.where(u == 0.0, 0.0, 1.0)
     else:
-        result = tl.where(u == 0.0, 0.0, pointwise.any_power(u, tl.load(inputs.power + h) - MINUS, algebra.terms))
+        result = tl.where(
+            u == 0.0, 0.0, pointwise.any_power(u, tl.load(inputs.power + h) - MINUS, algebra.inputs_are_fp32)
+        )
     return result
 
 
