@@ -149,7 +149,7 @@ def statistics(
     scale = scoring.score_scale(inputs, algebra, count, row_heads) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
     if algebra.cosine:
-        query_rnorm = loading.load_vector(inputs.query_rnorm, b, row_heads, q_offsets, inputs.query_length)
+        query_rnorm = loading.load_column(inputs.query_rnorm, b, row_heads, q_offsets, inputs.query_length)
         scale = scale * norms.mantissa_of(query_rnorm)
     row_max, smallest_scaled_dot, shift, phi_sum = _initial_statistics(ROWS_STORED)
     phi_error = phi_sum  # 0: what additions to phi_sum have rounded off so far (``forward.two_sum``)
@@ -246,7 +246,7 @@ def _store_products(inputs, algebra, b, h, scores, first_tile, stop_tile, STAGES
     mask = (q_offsets[:, None] < inputs.query_length) & (d_offsets[None, :] < inputs.head_dim)
     query = tl.load(pointers, mask=mask, other=0.0)
     if algebra.cosine:
-        query_rnorm = loading.load_vector(inputs.query_rnorm, b, row_heads, q_offsets, inputs.query_length)
+        query_rnorm = loading.load_column(inputs.query_rnorm, b, row_heads, q_offsets, inputs.query_length)
         query, _mantissa = norms.scaled_operand(query, query_rnorm)
     imprecise = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_K], tl.int32)
     for CAREFUL in tl.static_range(2 if algebra.cosine else 1):
