@@ -28,10 +28,10 @@ ONE_KEY = tl.constexpr(2.0)
 that of all other rows 0. Marks are float32, as the other saved vectors.
 """
 TAIL_BELOW = tl.constexpr(2.0**-100)  # unmeasured
-"""A phi without zeros is in its exponential tail there: phi' / phi is 1."""
+"""Where f is below it, a phi without zeros is in its exponential tail: phi' / phi is 1."""
 RELU_TINY_BELOW = tl.constexpr(2.0**-60)  # unmeasured
-"""phi' / phi is computed from s there. Chosen for relu2: s^2 = f 2^shift is normal while f >= 2^-60
-and shift >= -66.
+"""Where f is below it, phi' / phi of a phi with zeros is computed from s. Chosen for relu2:
+s^2 = f 2^shift is normal while f >= 2^-60 and shift >= -66.
 """
 
 
