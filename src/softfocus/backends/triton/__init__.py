@@ -158,7 +158,9 @@ def spans_too_much(x: Tensor) -> bool:
 
 
 def refuses(call: Call, to_run: bool) -> str | None:
-    """Why the kernels do not run on this machine or at these sizes; None if they do."""
+    """Why the kernels do not run on this machine or at these sizes; None if they do. ``to_run`` is
+    not used: nothing is compiled to find out.
+    """
     query = call.query
     device_type = query.device.type
     if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":

@@ -95,7 +95,8 @@ class Inputs(NamedTuple):
         unit_key_fp16, unit_query_fp16: k / |k| and c q / |q| (in the score unit) where scores are
             products of these; or None.
         unit_key_bf16, unit_query_bf16: the same in bfloat16, for products with the gradient of the
-            scores.
+            scores. unit_query_*: only in the backward. query_gradients stores them for
+            key_gradients.
         scaled_query: of the backward, with cosine where scores are not products of unit vectors:
             q scaled by a power of two to a norm in (1/2, 1]. query_gradients stores it for
             key_gradients. Or None.
@@ -221,10 +222,10 @@ class Phi(NamedTuple):
         score_unit: constexpr, the factor of the scores: log2 e for a phi made of exponentials, else
             1.
         phi_unit: constexpr, the factor of phi: log2 e for softplus, else 1.
-        zero_at_infinite_shift: constexpr, whether ``value`` is 0 where the shift is inf, for every
-            s of finite phi (``backward_rows.load_row_vectors``). False for a phi that would compute
-            0 * inf there, as softplus does. Such a phi must be finite for every finite s where the
-            shift is 0.
+        zero_at_infinite_shift: constexpr. True if shift = inf makes ``value`` 0, which removes rows
+            past the end (``backward_rows.load_row_vectors``). False if it would give 0 * inf
+            (softplus). Such rows then get shift 0, where ``value`` must be finite, and
+            weight_factor = 0 removes them.
     """
 
     value: Any

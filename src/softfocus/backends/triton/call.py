@@ -92,16 +92,16 @@ class Launcher:
         self._surveys: dict[tuning.TileShape, tuple[Masks, Tensor | None]] = {}
         self._launch_shapes: dict[tuple[tuning.TileShape, str], LaunchShape] = {}
 
-    def _launch(self, kernel: Any, constants: Hashable, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        """Does what ``kernel[grid](*arguments, **options)`` does, but looks up the compiled kernel
-        only once per layout of calls. ``constants``: what else the kernel's constants depend on.
+    def _launch(self, kernel: Any, variant_key: Hashable, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        """Does what ``kernel[grid](*args, **options)`` does, but looks up the compiled kernel only
+        once per layout of calls. ``variant_key``: what else decides which compiled kernel this is.
         """
-        key = kernel, constants
+        key = kernel, variant_key
         if compiled := self._compiled.get(key):
-            compiled[(*grid, 1, 1)[:3]](*arguments)
+            compiled[(*grid, 1, 1)[:3]](*args)
         else:
             with right_assembler():
-                self._compiled[key] = kernel[grid](*arguments, **options)  # None in the interpreter
+                self._compiled[key] = kernel[grid](*args, **options)  # None in the interpreter
 
     def forward(self, split: bool = True) -> tuple[Tensor, Tensor]:
         """out [B, H, Lq, Dv] and the saved vectors [n, B, H, Lq], n = ``saved_vector_count(call)``.
@@ -132,7 +132,8 @@ class Launcher:
 
             def marked_rows(tile: tuning.TileShape) -> None:
                 shape = self._launch_shape(tile, "key_tiles")
-                self._launch(  # after decoding inputs lacks the keys' norms, unit vectors and e^V: another kernel
+                # Another kernel after decoding: inputs then has no key norms, unit vectors or e^V
+                self._launch(
                     laser.exact_forward, (tile, splits > 1), shape.row_grid,
                     inputs, self.algebra, shape.masks, outputs, shape.blocks, **shape.options,
                 )  # fmt: skip
@@ -177,8 +178,8 @@ class Launcher:
                 of_exp_out = grad_exp_out is not None and not exact and kernel is not query_gradients.query_gradients
                 incoming_grad = grad_exp_out if of_exp_out else grad_out
                 shared = inputs, self.algebra, shape.masks, incoming_grad, outputs, row_array(row_vectors)
-                constants = tile, exact, layouts
-                self._launch(kernel, constants, grid, *shared, *arguments, exact, shape.blocks, **shape.options)
+                variant_key = tile, exact, layouts
+                self._launch(kernel, variant_key, grid, *shared, *arguments, exact, shape.blocks, **shape.options)
 
         def launch_query_gradients(tile: tuning.TileShape) -> None:
             arrays = array(grads["query"]), grad_exp_out, grads_by_row.get("head_scale"), grads_by_row.get("power")
@@ -266,12 +267,13 @@ class Launcher:
             return inputs
         if self.algebra.cosine:
             query, key = self.call.query, self.call.key
-            fp16, bf16 = self._units(key, backward)
-            key_rnorm = self._reciprocal_norms("key", key, fp16, bf16)
-            inputs = inputs._replace(key_rnorm=array(key_rnorm), unit_key_fp16=array(fp16), unit_key_bf16=array(bf16))
-            if backward and fp16 is not None:
-                fp16, bf16 = self._units(query, backward)
-                inputs = inputs._replace(unit_query_fp16=array(fp16), unit_query_bf16=array(bf16))
+            # ``_reciprocal_norms`` fills the keys' unit vectors, query_gradients the queries'
+            key_fp16, key_bf16 = self._empty_unit_vectors(key, backward)
+            key_rnorm = array(self._reciprocal_norms("key", key, key_fp16, key_bf16))
+            inputs = inputs._replace(key_rnorm=key_rnorm, unit_key_fp16=array(key_fp16), unit_key_bf16=array(key_bf16))
+            if backward and key_fp16 is not None:
+                query_fp16, query_bf16 = self._empty_unit_vectors(query, backward)
+                inputs = inputs._replace(unit_query_fp16=array(query_fp16), unit_query_bf16=array(query_bf16))
             elif backward:
                 inputs = inputs._replace(scaled_query=array(query.new_empty(query.shape)))
         if self.call.mechanism.laser:
@@ -285,7 +287,7 @@ class Launcher:
             residual = saved[SAVED_VECTORS:].flatten().view(dtype)[: out.numel()].view(out.shape)
         return Outputs(array(out), array(residual), row_array(saved), exact_heads, END)
 
-    def _units(self, x: Tensor, backward: bool) -> tuple[Tensor | None, Tensor | None]:
+    def _empty_unit_vectors(self, x: Tensor, backward: bool) -> tuple[Tensor | None, Tensor | None]:
         """Empty tensors for the unit vectors of x: one in float16, and for the backward one in the
         dtype of x. None where scores are not products of unit vectors.
         """
@@ -294,10 +296,9 @@ class Launcher:
         return x.new_empty(x.shape, dtype=torch.float16), x.new_empty(x.shape) if backward else None
 
     def _reciprocal_norms(self, name: str, x: Tensor, fp16: Tensor | None = None, bf16: Tensor | None = None) -> Tensor:
-        """1 / |x|, float32 [B, H, L, 1]. Unit vectors are written to ``fp16`` and ``bf16``, if
-        given.
+        """1 / |x|, float32 [B, H, L, 1]. ``fp16`` and ``bf16``, if given, get the unit vectors.
 
-        ``name``: which tensor x is, "query" or "key".
+        ``name``: "query" or "key", part of variant_key, since the two have different strides.
         """
         rnorm = x.new_empty(*x.shape[:3], 1, dtype=torch.float32)
         outputs = array(rnorm), array(fp16), array(bf16)
@@ -305,16 +306,14 @@ class Launcher:
         return rnorm
 
     def _exponentials(self, value: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
-        """LASER's e^V [B, Hk, Lk, Dv], and the flags of its keys (``laser.compute_flags``), [B, Hk,
-        Lk, 1], which are 0 in the backward.
-        """
+        """LASER's e^V, like value; and ``laser.compute_flags`` [B, Hk, Lk, 1], backward: 0."""
         exp_values = value.new_empty(value.shape, dtype=exponential_dtype(value.dtype))
         flags = (value.new_zeros if backward else value.new_empty)(*value.shape[:3], 1, dtype=torch.float32)
         self._launch_by_rows(laser.exponentials, backward, value, (array(exp_values), array(flags)), backward)
         return exp_values, flags
 
     def _launch_by_rows(
-        self, kernel: Any, constants: Hashable, x: Tensor, outputs: tuple[Any, ...], *flags: bool
+        self, kernel: Any, variant_key: Hashable, x: Tensor, outputs: tuple[Any, ...], *flags: bool
     ) -> None:
         """Launches a kernel whose programs have some rows of x [B, H, L, D] each."""
         batch, heads, length, width = x.shape
@@ -323,7 +322,7 @@ class Launcher:
         if x.shape[:3].numel():
             grid = ceil_div(length, block_rows), batch * heads
             sizes = heads, length, width, *flags, block_rows, columns
-            self._launch(kernel, constants, grid, array(x), *outputs, *sizes, **FP_FUSION)
+            self._launch(kernel, variant_key, grid, array(x), *outputs, *sizes, **FP_FUSION)
 
     def _survey(self, tile: tuning.TileShape, blocks: Blocks) -> tuple[Masks, Tensor | None]:
         """The masks without lists of tiles, and the states of all tiles (see ``masking.survey``);
@@ -364,19 +363,20 @@ class Launcher:
         assert decode.SCORES_AT_ONCE.value >= 32 * tile.warps, "each thread must have a score of its own"
         # Tensor cores take at least 16 rows. One row goes without them in float32, and in
         # ``decode.weights``, which reads few values
-        tensor_core_blocks = shape.blocks._replace(BLOCK_Q=tl.constexpr(max(16, rows)))
-        blocks_of_weights = tensor_core_blocks if rows > 1 else tensor_core_blocks._replace(BLOCK_Q=rows_stored)
-        blocks = blocks_of_weights if query.dtype == torch.float32 else tensor_core_blocks
+        padded = shape.blocks._replace(BLOCK_Q=tl.constexpr(max(16, rows)))
+        unpadded_single_row = padded if rows > 1 else padded._replace(BLOCK_Q=rows_stored)
+        blocks_of_statistics = unpadded_single_row if query.dtype == torch.float32 else padded
         split_stats = query.new_empty(heads, splits, decode.STATS.value, rows, dtype=torch.float32)
-        split_accs = query.new_empty(heads, splits, rows, blocks.BLOCK_DV.value, dtype=torch.float32)
+        split_accs = query.new_empty(heads, splits, rows, padded.BLOCK_DV.value, dtype=torch.float32)
         scores = query.new_empty(heads, self.inputs.group * query.size(2), self.inputs.key_length, dtype=torch.float32)
         shared = self.inputs, self.algebra, shape.masks, split_stats, split_accs
-        grid, constants, options = (splits, heads), (tile, splits), shape.options
-        of_scores = *shared, scores, rows_stored, stages
-        self._launch(decode.statistics, constants, grid, *of_scores, blocks, **options)
+        grid, variant_key, options = (splits, heads), (tile, splits), shape.options
+        score_arguments = *shared, scores, rows_stored, stages
+        self._launch(decode.statistics, variant_key, grid, *score_arguments, blocks_of_statistics, **options)
         if self.algebra.reweighted:
-            self._launch(decode.weights, constants, grid, *of_scores, blocks_of_weights, **options)
-        self._launch(decode.combine, constants, (1, heads), *shared, splits, outputs, rows_stored, blocks, **options)
+            self._launch(decode.weights, variant_key, grid, *score_arguments, unpadded_single_row, **options)
+        sums = *shared, splits, outputs, rows_stored, blocks_of_statistics  # combine uses only its BLOCK_DV
+        self._launch(decode.combine, variant_key, (1, heads), *sums, **options)
 
 
 def _layout(call: Call) -> Hashable:

@@ -153,13 +153,18 @@ def masks_of(visibility: Visibility) -> Masks:
     """The masks without what ``masking.survey`` computes: counts and lists of tiles."""
     mask, key_mask, documents = visibility.mask, visibility.key_mask, visibility.document_ids
     return Masks(
-        visibility.left, visibility.right, visibility.offset,
-        None if mask is None else array(mask.view(torch.uint8)),
-        None if key_mask is None else array(key_mask[:, None, None].view(torch.uint8)),
-        None if documents is None else array(documents[:, None, None]),
-        None, None, None,
-        tl.constexpr(visibility.left != UNLIMITED), tl.constexpr(visibility.right != UNLIMITED),
-    )  # fmt: skip
+        left=visibility.left,
+        right=visibility.right,
+        offset=visibility.offset,
+        mask=None if mask is None else array(mask.view(torch.uint8)),
+        key_mask=None if key_mask is None else array(key_mask[:, None, None].view(torch.uint8)),
+        document_ids=None if documents is None else array(documents[:, None, None]),
+        counts=None,
+        key_tiles=None,
+        query_tiles=None,
+        has_left=tl.constexpr(visibility.left != UNLIMITED),
+        has_right=tl.constexpr(visibility.right != UNLIMITED),
+    )
 
 
 def document_bounds(documents: Tensor, width: int) -> tuple[Array, Array]:

@@ -18,6 +18,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from softfocus.backends.triton import compiled_as
 from softfocus.contract import Call, optional_arguments, pack
 from softfocus.switches import switched_on
+from softfocus.visibility import UNLIMITED
 
 
 class TileShape(NamedTuple):
@@ -183,7 +184,8 @@ def kind(kernel: str, call: Call) -> tuple[Hashable, ...]:
     return (
         kernel, compiled_as(call.mechanism).code, str(query.dtype), query.size(3), call.value.size(3),
         *map(next_power_of_two, sizes),
-        visibility.left >= 0, visibility.right >= 0, call.dropout.p > 0, *sorted(optional_arguments(pack(call))),
+        visibility.left != UNLIMITED, visibility.right != UNLIMITED, call.dropout.p > 0,
+        *sorted(optional_arguments(pack(call))),
     )  # fmt: skip
 
 

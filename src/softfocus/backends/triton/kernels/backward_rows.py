@@ -84,8 +84,10 @@ def load_delta(grad_out, outputs, inputs, algebra, b, h, q_offsets, blocks):
 @triton.jit
 def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active, EXACT: tl.constexpr):
     """The row vectors [BLOCK_Q] that query_gradients wrote: (mean_grad, product_scale, row_bias,
-    GradientRow). In rows that are not active they are 0, except a shift that is loaded: it is inf,
-    for softplus 0. EXACT needs no other field of GradientRow than delta and ``grad_factor``.
+    GradientRow). EXACT needs no other field of GradientRow than delta and ``grad_factor``.
+
+    Rows that are not active: all 0. Exception: with ``algebra.shifted``, not EXACT, the shift is
+    inf (softplus: 0), so that f is 0.
 
     ``product_scale`` is in the score unit, and ``grad_factor`` is divided by that unit. Both are
     factors of grad_key. Scores need ``product_scale`` alone.
@@ -107,8 +109,7 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active, EXACT: tl.co
         grad_factor = loading.load_row_vector(row_vectors, b, h, q_offsets, GRAD_FACTOR, active, 0.0)
         if algebra.shifted:
             # In key_gradients rows past the end must add nothing. The infinite shift makes their f
-            # 0, also with ``shift_holds_norm``, where weight_factor is not applied. Softplus would
-            # compute 0 * inf: its shift is 0 there, and weight_factor = 0 removes f. bias_gradients
+            # 0, also with ``shift_holds_norm``, where weight_factor is not applied. bias_gradients
             # masks rows that are not active
             inactive_shift: tl.constexpr = float("inf") if algebra.phi.zero_at_infinite_shift else 0.0
             shift = loading.load_row_vector(row_vectors, b, h, q_offsets, SHIFT, active, inactive_shift)

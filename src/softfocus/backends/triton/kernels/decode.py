@@ -72,7 +72,7 @@ def _split_tiles(inputs, masks, b, blocks):
 
 
 @triton.jit
-def _stat_pointers(split_stats, INDEX: tl.constexpr, splits, split, ROWS_STORED: tl.constexpr):
+def _stat_pointer(split_stats, INDEX: tl.constexpr, splits, split, ROWS_STORED: tl.constexpr):
     """Pointer to the vector INDEX of a split in [B Hk, splits, STATS, ROWS_STORED]."""
     program = tl.full([], 0, tl.int64) + tl.program_id(1)
     return split_stats + ((program * splits + split) * STATS + INDEX) * ROWS_STORED
@@ -120,8 +120,8 @@ def _merged_statistics(algebra, split_stats, splits, ROWS_STORED: tl.constexpr):
     row_max, _smallest_scaled_dot, shift, phi_sum = _initial_statistics(ROWS_STORED)
     rows = tl.arange(0, ROWS_STORED)
     for split in tl.range(splits, loop_unroll_factor=LOADED_AT_ONCE):
-        split_max = tl.load(_stat_pointers(split_stats, STAT_MAX, splits, split, ROWS_STORED) + rows)
-        split_phi_sum = tl.load(_stat_pointers(split_stats, STAT_PHI_SUM, splits, split, ROWS_STORED) + rows)
+        split_max = tl.load(_stat_pointer(split_stats, STAT_MAX, splits, split, ROWS_STORED) + rows)
+        split_phi_sum = tl.load(_stat_pointer(split_stats, STAT_PHI_SUM, splits, split, ROWS_STORED) + rows)
         row_max = tl.maximum(row_max, split_max)
         if algebra.shifted:
             before = shift
@@ -149,7 +149,7 @@ def statistics(
     scale = scoring.score_scale(inputs, algebra, count, row_heads) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
     if algebra.cosine:
-        query_rnorm = loading.load_vector(inputs.query_rnorm, b, row_heads, q_offsets, inputs.query_length)
+        query_rnorm = loading.load_column(inputs.query_rnorm, b, row_heads, q_offsets, inputs.query_length)
         scale = scale * norms.mantissa_of(query_rnorm)
     row_max, smallest_scaled_dot, shift, phi_sum = _initial_statistics(ROWS_STORED)
     phi_error = phi_sum  # 0: what additions to phi_sum have rounded off so far (``forward.two_sum``)
@@ -162,7 +162,7 @@ def statistics(
         key_rnorm = tl.full([1, 1], 1.0, tl.float32)  # the dot products include 1 / |k|
         s, _visible, scaled_dots = scoring.tile_scores(
             dots, inputs, algebra, masks, b, row_heads[:, None], q_offsets[:, None], k_offsets[None, :],
-            scale[:, None], key_rnorm, row_bias[:, None], True,
+            scale[:, None], key_rnorm, row_bias[:, None], IS_PARTIAL=True,
         )  # fmt: skip
         s, scaled_dots = tl.where(mask, s, float("-inf")), tl.where(mask, scaled_dots, 0.0)
         _f, row_max, smallest_scaled_dot, shift, phi_sum, phi_error, _rescale = forward.online_statistics(
@@ -170,8 +170,8 @@ def statistics(
         )
         tl.store(pointers, s, mask=mask)
     rows = tl.arange(0, ROWS_STORED)
-    tl.store(_stat_pointers(split_stats, STAT_MAX, splits, split, ROWS_STORED) + rows, row_max)
-    phi_sum_pointers = _stat_pointers(split_stats, STAT_PHI_SUM, splits, split, ROWS_STORED) + rows
+    tl.store(_stat_pointer(split_stats, STAT_MAX, splits, split, ROWS_STORED) + rows, row_max)
+    phi_sum_pointers = _stat_pointer(split_stats, STAT_PHI_SUM, splits, split, ROWS_STORED) + rows
     phi_sum = forward.compensated(phi_sum, phi_error)
     tl.store(phi_sum_pointers, forward.nan_if_infinite(phi_sum, row_max, smallest_scaled_dot))
     if not algebra.reweighted:
@@ -218,7 +218,7 @@ def weights(
         power_sum += tl.sum(numerator, 1)
         tl.store(pointers, numerator, mask=mask)
     rows = tl.arange(0, ROWS_STORED)
-    tl.store(_stat_pointers(split_stats, STAT_POWER_SUM, splits, split, ROWS_STORED) + rows, power_sum)
+    tl.store(_stat_pointer(split_stats, STAT_POWER_SUM, splits, split, ROWS_STORED) + rows, power_sum)
     tl.debug_barrier()
     _sum_values(
         inputs, algebra, masks, b, h, split_stats, split_accs, scores, first_tile, stop_tile, ROWS_STORED, STAGES,
@@ -246,19 +246,20 @@ def _store_products(inputs, algebra, b, h, scores, first_tile, stop_tile, STAGES
     mask = (q_offsets[:, None] < inputs.query_length) & (d_offsets[None, :] < inputs.head_dim)
     query = tl.load(pointers, mask=mask, other=0.0)
     if algebra.cosine:
-        query_rnorm = loading.load_vector(inputs.query_rnorm, b, row_heads, q_offsets, inputs.query_length)
+        query_rnorm = loading.load_column(inputs.query_rnorm, b, row_heads, q_offsets, inputs.query_length)
         query, _mantissa = norms.scaled_operand(query, query_rnorm)
     imprecise = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_K], tl.int32)
     for CAREFUL in tl.static_range(2 if algebra.cosine else 1):
         stop_of_sweep = stop_tile
-        if CAREFUL:
+        if CAREFUL:  # between the sweeps; this code always runs
+            # If the fast sweep was enough, stop_of_sweep is first_tile, and the loop is empty
             stop_of_sweep = tl.where(tl.max(tl.max(imprecise, 1), 0) > 0, stop_tile, first_tile)
             tl.debug_barrier()  # all threads must have stored the first results before one overwrites them
         for n in tl.range(first_tile, stop_of_sweep, num_stages=1 if CAREFUL else STAGES):
             # k_offsets, key_rnorm, precise [BLOCK_K]; key [BLOCK_K, BLOCK_D]; dots, not_zero,
             # score_pointers, score_mask [BLOCK_Q, BLOCK_K]
             k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)
-            key = loading.load_keys(inputs, b, h, k_offsets, True, blocks)
+            key = loading.load_keys(inputs, b, h, k_offsets, IS_PARTIAL=True, blocks=blocks)
             dots = products.dot(query, tl.trans(key), blocks)
             if algebra.cosine:
                 if CAREFUL:
@@ -291,8 +292,7 @@ def _sum_values(
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
     needs_exact = tl.zeros([blocks.BLOCK_Q], tl.float32) > 0.0
-    # ``checked_values`` sets it in full tiles, and needs_exact in partial ones. Every tile counts
-    # as partial here, so that it stays 0
+    # It stays 0: only full tiles set it, and every tile counts as partial here
     has_large_value = tl.zeros([blocks.BLOCK_K], tl.float32)
     # For a single row: weights times values, summed over the keys at the end
     product_sums = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32)
@@ -301,7 +301,7 @@ def _sum_values(
     largest_value = tl.zeros([blocks.BLOCK_K], tl.float32)
     for CAREFUL in tl.static_range(2):
         stop_of_sweep = stop_tile
-        if CAREFUL:
+        if CAREFUL:  # between the sweeps; this code always runs, as in ``_store_products``
             if blocks.BLOCK_Q == 1:
                 acc = tl.sum(product_sums, 0)[None, :]
             sum_again = tl.sum(acc - acc) != 0.0  # true for NaN
@@ -323,11 +323,11 @@ def _sum_values(
                 value = tl.load(value_pointers, mask=value_mask, other=0.0)
             else:
                 # The values themselves: in decoding LASER's e^V is computed below
-                value = loading.load_value_operand(inputs, b, h, k_offsets, True, blocks)
+                value = loading.load_value_operand(inputs, b, h, k_offsets, IS_PARTIAL=True, blocks=blocks)
             if CAREFUL:
-                value, acc, needs_exact, has_large_value = forward.checked_values(
-                    value, acc, needs_exact, has_large_value, numerator if algebra.reweighted else None,
-                    inputs, algebra, masks, b, h, row_heads, q_offsets, k_offsets, True, blocks,
+                value, acc, needs_exact, has_large_value = forward.value_operand_and_checks(
+                    value, acc, needs_exact, has_large_value, inputs, algebra, masks, b, h, row_heads, q_offsets,
+                    k_offsets, IS_PARTIAL=True, blocks=blocks, numerator=numerator if algebra.reweighted else None,
                 )  # fmt: skip
             elif algebra.laser:
                 x = value.to(tl.float32)
@@ -336,12 +336,12 @@ def _sum_values(
             # acc [BLOCK_Q, BLOCK_DV], product_sums [BLOCK_K, BLOCK_DV]
             if blocks.BLOCK_Q > 1:
                 acc += products.dot_weights(numerator, value, algebra, blocks)
-            elif CAREFUL:
+            elif CAREFUL:  # a single row is multiplied in float32; its weights are not rounded
                 acc += products.dot(numerator, value, blocks)
             else:
                 product_sums += tl.trans(numerator) * value.to(tl.float32)
     rows = tl.arange(0, blocks.BLOCK_Q)
-    pointers = _stat_pointers(split_stats, STAT_MARK, splits, split, ROWS_STORED) + rows
+    pointers = _stat_pointer(split_stats, STAT_MARK, splits, split, ROWS_STORED) + rows
     tl.store(pointers, needs_exact.to(tl.float32), mask=rows < ROWS_STORED)
     pointers, mask = _acc_pointers(split_accs, splits, split, ROWS_STORED, blocks.BLOCK_Q, blocks)
     tl.store(pointers, acc, mask=mask)
@@ -354,7 +354,8 @@ def _negligible(inputs, algebra, count, tied, row_heads):
     The omitted u^p, at most N, add up to at most 2^-24 p. Rounding the largest u, which is 1, by
     half an ulp causes the same error in its u^p. The p in the maximum matters only for p > sqrt(N).
     The CPU has the same limit for u^(p - 1) (``live_threshold``), so that p u^(p - 1), a factor of
-    gradients, is at most 2^-24. LASER takes the logarithm of small sums and omits no weight.
+    gradients, is at most 2^-24. LASER takes the logarithm of small sums and omits no weight. A tied
+    row keeps all its weights, too: its numerator is f, not u^p.
     """
     negligible = tl.zeros_like(count)
     if not algebra.laser:
@@ -378,21 +379,20 @@ def combine(inputs, algebra, masks, split_stats, split_accs, splits, outputs, RO
         pointers, _all = _acc_pointers(split_accs, splits, split, ROWS_STORED, ROWS_STORED, blocks)
         split_acc = tl.load(pointers)  # [ROWS_STORED, BLOCK_DV]
         if algebra.reweighted:
-            power_sum += tl.load(_stat_pointers(split_stats, STAT_POWER_SUM, splits, split, ROWS_STORED) + rows)
+            power_sum += tl.load(_stat_pointer(split_stats, STAT_POWER_SUM, splits, split, ROWS_STORED) + rows)
         elif algebra.shifted:
-            split_max = tl.load(_stat_pointers(split_stats, STAT_MAX, splits, split, ROWS_STORED) + rows)
+            split_max = tl.load(_stat_pointer(split_stats, STAT_MAX, splits, split, ROWS_STORED) + rows)
             split_shift = row_shift(split_max, algebra)
             split_acc = split_acc * tl.exp2(tl.minimum(split_shift - shift, 0.0))[:, None]
         if algebra.laser:
-            marks = tl.load(_stat_pointers(split_stats, STAT_MARK, splits, split, ROWS_STORED) + rows)
+            marks = tl.load(_stat_pointer(split_stats, STAT_MARK, splits, split, ROWS_STORED) + rows)
             needs_exact = needs_exact | (marks > 0.0)
         acc += split_acc
     peak = tl.zeros_like(phi_sum)
     if algebra.reweighted:
         largest_phi = algebra.phi.value(row_max, shift, algebra)
         _threshold, _inverse_spread, _tied, peak = weighting.row_threshold(algebra, count, phi_sum, largest_phi)
-    # Decoding treats every tile as a partial one. needs_exact, from STAT_MARK, has the rows that
-    # give weight to a large value. The forward's vector for full tiles is 0, of any length
+    # The forward's has_large_value, of any length. It is 0: every tile counts as partial here
     no_large_value = tl.zeros([16], tl.float32)
     forward.store_results(
         inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, peak, acc,

@@ -21,52 +21,54 @@ def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, KEY_AXIS: tl.conste
     The keys are the KEYS keys from ``first`` on, and ``first`` is a multiple of KEYS. A counter's
     eight columns lie eight apart, as those of a thread do in a product of tensor cores.
     """
-    GROUPS: tl.constexpr = KEYS // SPAN if KEYS > SPAN else 1
-    counters = first // SPAN * LANES + tl.arange(0, GROUPS * LANES)  # [GROUPS * LANES]
-    heads = tl.zeros_like(counters) + (b * inputs.heads + h)  # [GROUPS * LANES]
-    # [1, GROUPS * LANES] and [Q, 1], or [GROUPS * LANES, 1] and [1, Q]
+    SPANS: tl.constexpr = KEYS // SPAN if KEYS > SPAN else 1
+    counters = first // SPAN * LANES + tl.arange(0, SPANS * LANES)  # [SPANS * LANES]
+    heads = tl.zeros_like(counters) + (b * inputs.heads + h)  # [SPANS * LANES]
+    # [1, SPANS * LANES] and [Q, 1], or [SPANS * LANES, 1] and [1, Q]
     if KEY_AXIS == 1:
         counters, heads, q_offsets = counters[None, :], heads[None, :], q_offsets[:, None]
     else:
         counters, heads, q_offsets = counters[:, None], heads[:, None], q_offsets[None, :]
     # ``Inputs.seed`` is 2^63 + 2 seed + 1, so that Triton compiles one kernel for all seeds
     seed = (inputs.seed >> 1) & 0x3FFFFFFFFFFFFFFF
-    # Words of 32 bits: [Q, GROUPS * LANES], or [GROUPS * LANES, Q]
+    # Words of 32 bits: [Q, SPANS * LANES], or [SPANS * LANES, Q]
     w, x, y, z = tl.philox(seed, counters, q_offsets, heads, tl.zeros_like(heads), ROUNDS)
     if KEYS >= SPAN:
         low = tl.join(_kept_of_word(w, inputs.drop_below), _kept_of_word(x, inputs.drop_below))
         high = tl.join(_kept_of_word(y, inputs.drop_below), _kept_of_word(z, inputs.drop_below))
-        # [Q, GROUPS * LANES, part, word, pair], or [GROUPS * LANES, Q, ...]: each tl.join appends
-        # an axis. A part is the lower or the upper 16 bits, and the pairs of words are (w, x) and
-        # (y, z). Bits come in the order of the columns:
-        # column = group * SPAN + (4 pair + 2 word + part) * LANES + lane
-        bits = tl.join(low, high)
+        # [Q, SPANS * LANES, part, word, pair], or [SPANS * LANES, Q, ...]: each tl.join appends an
+        # axis. A part is the lower or the upper 16 bits, and the pairs of words are (w, x) and
+        # (y, z). The last axes are brought into the order of the columns:
+        # column in tile = span * SPAN + (4 pair + 2 word + part) * LANES + lane
+        keep = tl.join(low, high)
         if KEY_AXIS == 1:
-            bits = bits.reshape(bits.shape[0], GROUPS, LANES, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)
-            bits = bits.reshape(bits.shape[0], KEYS)  # [Q, KEYS]
+            keep = keep.reshape(keep.shape[0], SPANS, LANES, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)
+            keep = keep.reshape(keep.shape[0], KEYS)  # [Q, KEYS]
         else:
-            bits = bits.reshape(GROUPS, LANES, bits.shape[1], 2, 2, 2).permute(0, 5, 4, 3, 1, 2)
-            bits = bits.reshape(KEYS, bits.shape[5])  # [KEYS, Q]
+            keep = keep.reshape(SPANS, LANES, keep.shape[1], 2, 2, 2).permute(0, 5, 4, 3, 1, 2)
+            keep = keep.reshape(KEYS, keep.shape[5])  # [KEYS, Q]
     elif KEYS == SPAN // 2:  # one pair of words
         upper = first // KEYS % 2 == 1
-        w, x = tl.where(upper, y, w), tl.where(upper, z, x)
-        # [Q, LANES, part, word], or [LANES, Q, part, word]
-        bits = tl.join(_kept_of_word(w, inputs.drop_below), _kept_of_word(x, inputs.drop_below))
+        first_word, second_word = tl.where(upper, y, w), tl.where(upper, z, x)
+        # [Q, LANES, part, word], or [LANES, Q, part, word]:
+        # column in tile = (2 word + part) * LANES + lane
+        keep = tl.join(_kept_of_word(first_word, inputs.drop_below), _kept_of_word(second_word, inputs.drop_below))
         if KEY_AXIS == 1:
-            bits = bits.permute(0, 3, 2, 1).reshape(bits.shape[0], KEYS)
+            keep = keep.permute(0, 3, 2, 1).reshape(keep.shape[0], KEYS)
         else:
-            bits = bits.permute(3, 2, 0, 1).reshape(KEYS, bits.shape[1])
+            keep = keep.permute(3, 2, 0, 1).reshape(KEYS, keep.shape[1])
     else:  # one word
         tl.static_assert(KEYS == SPAN // 4)
         quarter = first // KEYS % 4
-        w, y = tl.where(quarter == 1, x, w), tl.where(quarter == 3, z, y)
-        # [Q, LANES, part], or [LANES, Q, part]
-        bits = _kept_of_word(tl.where(quarter >= 2, y, w), inputs.drop_below)
+        of_first_pair, of_second_pair = tl.where(quarter == 1, x, w), tl.where(quarter == 3, z, y)
+        word = tl.where(quarter >= 2, of_second_pair, of_first_pair)
+        # [Q, LANES, part], or [LANES, Q, part]: column in tile = part * LANES + lane
+        keep = _kept_of_word(word, inputs.drop_below)
         if KEY_AXIS == 1:
-            bits = bits.permute(0, 2, 1).reshape(bits.shape[0], KEYS)
+            keep = keep.permute(0, 2, 1).reshape(keep.shape[0], KEYS)
         else:
-            bits = bits.permute(2, 0, 1).reshape(KEYS, bits.shape[1])
-    return bits
+            keep = keep.permute(2, 0, 1).reshape(KEYS, keep.shape[1])
+    return keep
 
 
 @triton.jit

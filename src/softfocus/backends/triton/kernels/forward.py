@@ -40,10 +40,12 @@ def forward(inputs, algebra, masks, outputs, blocks):
     # [BLOCK_K], by place in a tile: 1 if some full tile has a large value there. A scalar would
     # need a reduction per tile
     has_large_value = tl.zeros([blocks.BLOCK_K], tl.float32)
-    for SWEEP in tl.static_range(1 if algebra.reweighted else 0, -1, -1):  # 1: statistics; 0: weights
-        if SWEEP == 0:
+    # Re-weighted rows have two sweeps: the first computes statistics, the last the weights. Other
+    # rows have only the last sweep, which computes both
+    for LAST in tl.static_range(0 if algebra.reweighted else 1, 2):
+        if LAST:
             acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
-        if algebra.reweighted and SWEEP == 0:
+        if algebra.reweighted and LAST:
             shift = row_shift(row_max, algebra) if algebra.shifted else shift
             phi_sum = compensated(phi_sum, phi_error)
             largest_phi = algebra.phi.value(row_max, shift, algebra)
@@ -51,32 +53,31 @@ def forward(inputs, algebra, masks, outputs, blocks):
         for IS_PARTIAL in tl.static_range(1, -1, -1):  # partial tiles first; any order would do
             for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, IS_PARTIAL)):
                 k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)  # [BLOCK_K]
-                if SWEEP == 0:  # load the values before the scores take registers
+                if LAST:  # load the values before the scores take registers
                     # [BLOCK_K, BLOCK_DV]
                     value = loading.load_value_operand(inputs, b, h, k_offsets, IS_PARTIAL, blocks)
-                    value, acc, needs_exact, has_large_value = checked_values(
-                        value, acc, needs_exact, has_large_value, None, inputs, algebra, masks, b, h, row_heads,
-                        q_offsets, k_offsets, IS_PARTIAL, blocks,
+                    value, acc, needs_exact, has_large_value = value_operand_and_checks(
+                        value, acc, needs_exact, has_large_value, inputs, algebra, masks, b, h, row_heads,
+                        q_offsets, k_offsets, IS_PARTIAL, blocks, numerator=None,
                     )  # fmt: skip
                 # s, scaled_dots, numerator [BLOCK_Q, BLOCK_K]; numerator is f or u^p
                 _key, _rnorm, s, _visible, scaled_dots = scoring.scores_of_keys(
                     query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, IS_PARTIAL, blocks
                 )
-                if algebra.reweighted and SWEEP == 0:
+                if algebra.reweighted and LAST:
                     numerator = power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, h)
                     power_sum += tl.sum(numerator, 1)
                 else:
                     numerator, row_max, smallest_scaled_dot, shift, phi_sum, phi_error, rescale = online_statistics(
                         s, scaled_dots, row_max, smallest_scaled_dot, shift, phi_sum, phi_error, algebra
                     )
-                    if SWEEP == 0 and algebra.shifted:
+                    if LAST and algebra.shifted:
                         acc = acc * rescale[:, None]
-                if SWEEP == 0:
+                if LAST:
                     if inputs.seed is not None:
                         first = scoring.first_key(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)
-                        numerator = tl.where(
-                            dropout.kept(inputs, b, h, q_offsets, first, blocks.BLOCK_K, 1), numerator, 0.0
-                        )
+                        kept = dropout.kept(inputs, b, h, q_offsets, first, blocks.BLOCK_K, KEY_AXIS=1)
+                        numerator = tl.where(kept, numerator, 0.0)
                     acc += products.dot_weights(numerator, value, algebra, blocks)  # [BLOCK_Q, BLOCK_DV]
     phi_sum = nan_if_infinite(phi_sum, row_max, smallest_scaled_dot)
     if inputs.seed is not None:
@@ -153,26 +154,26 @@ def power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, 
     """u^p of a tile [BLOCK_Q, BLOCK_K]; f in tied rows."""
     f = algebra.phi.value(s, shift[:, None], algebra)
     u = weighting.phi_to_u(f, threshold[:, None], inverse_spread[:, None], algebra)
-    return tl.where(tied[:, None], f, weighting.u_to_the_power(u, inputs, algebra, h, 0))
+    return tl.where(tied[:, None], f, weighting.u_to_the_power(u, inputs, algebra, h, MINUS=0))
 
 
 @triton.jit
-def checked_values(
-    value, acc, needs_exact, has_large_value, numerator, inputs, algebra, masks, b, h, row_heads, q_offsets, k_offsets,
-    IS_PARTIAL: tl.constexpr, blocks,
+def value_operand_and_checks(
+    value, acc, needs_exact, has_large_value, inputs, algebra, masks, b, h, row_heads, q_offsets, k_offsets,
+    IS_PARTIAL: tl.constexpr, blocks, numerator,
 ):  # fmt: skip
     """Returns the operand [BLOCK_K, BLOCK_DV] that the weights are multiplied with, values or
     LASER's e^V; then acc [BLOCK_Q, BLOCK_DV], needs_exact [BLOCK_Q] and the flags has_large_value
     [BLOCK_K], updated.
 
-    In a partial tile a non-finite value makes ``acc`` NaN only in the rows that see it, or, if
-    ``numerator`` [BLOCK_Q, BLOCK_K] is given, in the rows that give it weight. ``needs_exact`` then
-    becomes true in the rows that see a large value, or give it weight. In a full tile, which all
-    rows see, ``has_large_value`` becomes 1 where a key has a large value. A non-finite value needs
-    no check there: the product makes ``acc`` non-finite in every row, and ``store_results`` makes
-    it NaN.
+    A row *meets* a key if it sees it, or, with ``numerator``, if it gives it weight. Partial tile:
+    ``acc`` becomes NaN in rows that meet a non-finite value. With LASER, ``needs_exact`` becomes
+    true in rows that meet a large one. Full tile, with LASER: ``has_large_value`` becomes 1 for
+    keys with a large value. A non-finite value needs no check in a full tile, which all rows see:
+    the product makes ``acc`` non-finite in every row, and ``store_results`` makes it NaN.
 
     Args:
+        numerator: [BLOCK_Q, BLOCK_K], or None.
         row_heads: the query heads of the rows, [BLOCK_Q].
         h: any of these heads; they share a key head.
     """
@@ -180,24 +181,24 @@ def checked_values(
         if algebra.laser:
             key_flags = laser.load_flags(value, inputs, b, h, k_offsets)  # [BLOCK_K]
             largest_flag = tl.max(key_flags, 0)
-            nonfinite, has_special = largest_flag >= 2.0, largest_flag != 0.0
+            nonfinite, has_large_or_nonfinite = largest_flag >= 2.0, largest_flag != 0.0
         else:
             x = value.to(tl.float32)
             zero_or_nan = tl.sum(x - x)
             nonfinite = zero_or_nan != zero_or_nan
-            has_special = nonfinite
+            has_large_or_nonfinite = nonfinite
         # A tile with a large or non-finite value is rare, so that visibility is computed again here
-        # instead of being kept in registers. visible [BLOCK_Q, BLOCK_K]
-        if has_special:
+        # instead of being kept in registers. meets [BLOCK_Q, BLOCK_K]
+        if has_large_or_nonfinite:
             if numerator is None:
-                visible = masking.visible(masks, inputs, b, row_heads[:, None], q_offsets[:, None], k_offsets[None, :])
+                meets = masking.visible(masks, inputs, b, row_heads[:, None], q_offsets[:, None], k_offsets[None, :])
             else:
-                visible = numerator != 0.0
+                meets = numerator != 0.0
             if algebra.laser:
                 large = laser.is_large(key_flags)
-                needs_exact = needs_exact | (tl.max((visible & large[None, :]).to(tl.int32), 1) > 0)
+                needs_exact = needs_exact | (tl.max((meets & large[None, :]).to(tl.int32), 1) > 0)
             if nonfinite:
-                acc = _with_nonfinite(acc, visible, inputs, b, h, k_offsets, blocks)
+                acc = _with_nonfinite(acc, meets, inputs, b, h, k_offsets, blocks)
                 value = products.finite_or_zero(value)
     elif algebra.laser:
         key_flags = laser.load_flags(value, inputs, b, h, k_offsets)
@@ -208,17 +209,17 @@ def checked_values(
 
 
 @triton.jit
-def _with_nonfinite(acc, visible, inputs, b, h, k_offsets, blocks):
-    """acc [BLOCK_Q, BLOCK_DV], with NaN in the columns in which a row sees a non-finite value;
-    ``visible`` is [BLOCK_Q, BLOCK_K].
+def _with_nonfinite(acc, meets, inputs, b, h, k_offsets, blocks):
+    """acc [BLOCK_Q, BLOCK_DV], with NaN in the columns in which a row meets a non-finite value;
+    ``meets`` [BLOCK_Q, BLOCK_K] is as in ``value_operand_and_checks``.
     """
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)  # [BLOCK_DV]
     for c in range(inputs.value_dim):
         pointers = loading.key_pointers(inputs.value, inputs, b, h, k_offsets) + c * inputs.value.stride_d
         value = tl.load(pointers, mask=k_offsets < loading.sequence_length(inputs, b), other=0.0).to(tl.float32)
         nonfinite = (tl.abs(value) < float("inf")) == 0  # [BLOCK_K], as value: column c of the values
-        sees_it = tl.max((visible & nonfinite[None, :]).to(tl.int32), 1) > 0  # [BLOCK_Q]
-        acc = tl.where(sees_it[:, None] & (dv_offsets[None, :] == c), float("nan"), acc)
+        meets_it = tl.max((meets & nonfinite[None, :]).to(tl.int32), 1) > 0  # [BLOCK_Q]
+        acc = tl.where(meets_it[:, None] & (dv_offsets[None, :] == c), float("nan"), acc)
     return acc
 
 
@@ -234,21 +235,14 @@ def store_results(
     mask = q_offsets < inputs.query_length
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     weight_sum = power_sum if algebra.reweighted else phi_sum
-    # The largest term of a re-weighted row is u^p = 1, which needs no rounding. A tied row keeps
-    # its phi, whose rounding does not cancel: out errs by up to half an ulp of the operand, as
-    # FlashAttention's does
+    # The product rounds the largest weight, so the sum must, too. A re-weighted row needs no such
+    # correction: its largest u^p is 1, which is exact. A tied row gets none: out errs by up to half
+    # an ulp, as FlashAttention's does
     if not algebra.inputs_are_fp32 and algebra.normaliser == "l1" and not algebra.reweighted:
         dtype = inputs.value_operand.pointer.dtype.element_ty
         weight_sum = weighting.sum_with_largest_rounded(phi_sum, row_max, shift, algebra, dtype)
     if algebra.laser:
-        lowest = tl.min(tl.where(dv_offsets[None, :] < inputs.value_dim, acc, float("inf")), 1)  # [BLOCK_Q]
-        large = tl.zeros_like(weight_sum) + tl.max(has_large_value, 0)  # [BLOCK_Q]
-        # The sum of the weights counts as at least 1: if it is less (relu without a shift), the
-        # products themselves may underflow
-        needs_exact = needs_exact | (large > 0.0) | (lowest < laser.SMALL_SUM * tl.maximum(weight_sum, 1.0))
-        # Rows without weight and NaN rows have nothing to compute again. power_sum of 16-bit dtypes
-        # hides a NaN; phi_sum has it
-        needs_exact = needs_exact & (weight_sum > 0.0) & (phi_sum == phi_sum)
+        needs_exact = _needs_exact(acc, weight_sum, phi_sum, needs_exact, has_large_value, dv_offsets, inputs)
         tl.store(outputs.exact_heads + b * inputs.heads + row_heads, 1, mask=needs_exact & mask)
         # exp_out [BLOCK_Q, BLOCK_DV] is A e^V; NaN where phi_sum is
         exp_out = acc * (weighting.reciprocal_sum(weight_sum, algebra) + (phi_sum - phi_sum))[:, None]
@@ -256,19 +250,9 @@ def store_results(
         # underflowed. Rows where it underflowed are marked, and EXACT replaces them
         exp_out = tl.where((weight_sum[:, None] == 0.0) | (exp_out <= 0.0), 1.0, exp_out)
         loading.store_like_out(outputs.residual, inputs, b, row_heads, q_offsets, mask, exp_out, blocks)
-        acc = log2(exp_out, algebra.terms) * LN2
-    elif algebra.reweighted or algebra.normaliser == "l1":
-        if algebra.phi.has_zeros:  # the reciprocal of a small sum of such phi may overflow
-            divisor = tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
-            divisor = tl.broadcast_to(divisor, acc.shape)  # [BLOCK_Q, BLOCK_DV]
-            if algebra.inputs_are_fp32:
-                acc = tl.div_rn(acc, divisor)
-            else:
-                acc = acc / divisor
-        else:
-            acc = acc * weighting.reciprocal_sum(weight_sum, algebra)[:, None]
+        acc = log2(exp_out, algebra.inputs_are_fp32) * LN2
     else:
-        acc = acc * (weighting.row_factor(inputs, algebra, count, b) / algebra.phi.phi_unit)[:, None]
+        acc = _normalised(acc, weight_sum, inputs, algebra, count, b)
     acc = acc + (acc - acc) + (phi_sum - phi_sum)[:, None]  # infinity, of values or products, becomes NaN
     acc = tl.where(count[:, None] > 0.0, acc, 0.0)
     loading.store_like_out(outputs.out, inputs, b, row_heads, q_offsets, mask, acc, blocks)
@@ -290,3 +274,38 @@ def store_results(
     loading.store_row_vector(outputs.saved, b, row_heads, q_offsets, loading.POWER_SUM, power_sum, mask)
     loading.store_row_vector(outputs.saved, b, row_heads, q_offsets, loading.MARK, needs_exact.to(tl.float32), mask)
     loading.store_row_vector(outputs.saved, b, row_heads, q_offsets, loading.MAXIMUM_IN_UNIT, row_max, mask)
+
+
+@triton.jit
+def _needs_exact(acc, weight_sum, phi_sum, needs_exact, has_large_value, dv_offsets, inputs):
+    """Which rows LASER marks [BLOCK_Q]: those of ``needs_exact``, those that see a large value, and
+    those whose sum in some column of ``acc`` is small.
+    """
+    lowest = tl.min(tl.where(dv_offsets[None, :] < inputs.value_dim, acc, float("inf")), 1)  # [BLOCK_Q]
+    large = tl.zeros_like(weight_sum) + tl.max(has_large_value, 0)  # [BLOCK_Q]
+    # The sum of the weights counts as at least 1: if it is less (relu without a shift), the
+    # products themselves may underflow
+    needs_exact = needs_exact | (large > 0.0) | (lowest < laser.SMALL_SUM * tl.maximum(weight_sum, 1.0))
+    # Rows without weight and NaN rows have nothing to compute again. power_sum of 16-bit dtypes
+    # hides a NaN; phi_sum has it
+    return needs_exact & (weight_sum > 0.0) & (phi_sum == phi_sum)
+
+
+@triton.jit
+def _normalised(acc, weight_sum, inputs, algebra, count, b):
+    """acc [BLOCK_Q, BLOCK_DV], divided by the sum of the weights or multiplied by the row's
+    factor.
+    """
+    if algebra.reweighted or algebra.normaliser == "l1":
+        if algebra.phi.has_zeros:  # the reciprocal of a small sum of such phi may overflow
+            divisor = tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
+            divisor = tl.broadcast_to(divisor, acc.shape)  # [BLOCK_Q, BLOCK_DV]
+            if algebra.inputs_are_fp32:
+                acc = tl.div_rn(acc, divisor)
+            else:
+                acc = acc / divisor
+        else:
+            acc = acc * weighting.reciprocal_sum(weight_sum, algebra)[:, None]
+    else:
+        acc = acc * (weighting.row_factor(inputs, algebra, count, b) / algebra.phi.phi_unit)[:, None]
+    return acc

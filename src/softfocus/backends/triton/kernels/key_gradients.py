@@ -20,30 +20,30 @@ from softfocus.backends.triton.kernels import (
 
 @triton.jit
 def key_gradients(
-    inputs, algebra, masks, grad_out, outputs, row_vectors, grad_key, grad_value, EXACT: tl.constexpr, blocks
+    inputs, algebra, masks, incoming_grad, outputs, row_vectors, grad_key, grad_value, EXACT: tl.constexpr, blocks
 ):  # fmt: skip
     """Stores grad_key [B, Hk, Lk, D] and grad_value [B, Hk, Lk, Dv], summed over the query heads
     that share the key head.
 
-    With LASER ``grad_out`` is dL/d(A e^V), except in the EXACT variant. EXACT computes the share of
-    LASER's marked rows and adds it to what the other variant stored for all other rows.
+    With LASER ``incoming_grad`` is dL/d(A e^V), except in the EXACT variant, where it is grad_out.
+    EXACT computes the share of LASER's marked rows and adds it to what the other variant stored for
+    all other rows.
     """
     block = tl.program_id(0)
     key_heads = inputs.heads // inputs.group
     b, key_head = tl.program_id(1) // key_heads, tl.program_id(1) % key_heads
+    first_head = key_head * inputs.group  # loads of keys and values take a query head
     if EXACT:
         exact_head_count = 0
         for head_of_group in range(inputs.group):
-            exact_head_count += tl.load(
-                outputs.exact_heads + b * inputs.heads + key_head * inputs.group + head_of_group
-            )
+            exact_head_count += tl.load(outputs.exact_heads + b * inputs.heads + first_head + head_of_group)
         if exact_head_count == 0:
             return
     k_offsets = block * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)  # [BLOCK_K]
     d_offsets, dv_offsets = tl.arange(0, blocks.BLOCK_D), tl.arange(0, blocks.BLOCK_DV)
     # key [BLOCK_K, BLOCK_D], key_rnorm [BLOCK_K], value [BLOCK_K, BLOCK_DV]
-    key, key_rnorm = scoring.load_score_keys(inputs, algebra, b, key_head * inputs.group, k_offsets, True, blocks)
-    value = loading.load_value_operand(inputs, b, key_head * inputs.group, k_offsets, True, blocks)
+    key, key_rnorm = scoring.load_score_keys(inputs, algebra, b, first_head, k_offsets, IS_PARTIAL=True, blocks=blocks)
+    value = loading.load_value_operand(inputs, b, first_head, k_offsets, IS_PARTIAL=True, blocks=blocks)
     # key_scale [BLOCK_K]: with cosine the mantissa of 1 / |k|; not used without cosine or with
     # unit vectors
     key_scale = key_rnorm
@@ -54,7 +54,7 @@ def key_gradients(
     key_sum = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_D], tl.float32)
     value_sum = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32)  # sum_i A_ij grad_acc_i
     for head_of_group in range(inputs.group):
-        h = key_head * inputs.group + head_of_group
+        h = first_head + head_of_group
         for IS_PARTIAL in tl.static_range(1, -1, -1):  # partial tiles first; any order would do
             for n in range(masking.tile_count(masks.query_tiles, tile_range, b, h, block, IS_PARTIAL)):
                 start = masking.tile_index(masks.query_tiles, tile_range, b, h, block, n, IS_PARTIAL) * blocks.BLOCK_Q
@@ -69,7 +69,7 @@ def key_gradients(
                 # of the weighted sum: dL/d(A V), or LASER's dL/d(A e^V), not used by EXACT;
                 # mean_grad, product_scale, row_bias and the fields of row [BLOCK_Q]
                 query, grad_operand = loading.load_query_operands(inputs, b, h, q_offsets, blocks)
-                grad_acc = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
+                grad_acc = loading.load_like_out(incoming_grad, inputs, b, h, q_offsets, blocks)
                 mean_grad, product_scale, row_bias, row = backward_rows.load_row_vectors(
                     row_vectors, algebra, b, h, q_offsets, active, EXACT
                 )
@@ -82,25 +82,26 @@ def key_gradients(
                 if EXACT:
                     count = masking.visible_count(masks, inputs, b, h, q_offsets)  # [BLOCK_Q]
                     exact = laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, row.delta)
-                    exact = laser.expanded(exact, 0)  # fields [1, BLOCK_Q]
+                    exact = laser.expanded(exact, KEY_AXIS=0)  # fields [1, BLOCK_Q]
                     log_weights, _log_u = laser.log_weights(s, exact, inputs, algebra, h)
                     # Scores of rows that are not active are meaningless, but exact_row loads their
                     # real statistics. Such weights are removed. included [BLOCK_K, BLOCK_Q]
                     included = visible & active[None, :]
                     log_weights = tl.where(included, log_weights, float("-inf"))
                     exact_terms, value_sum = laser.exact_terms_and_value_sum(
-                        log_weights, value_sum, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, blocks
-                    )
+                        log_weights, value_sum, incoming_grad, outputs, inputs, b, h, q_offsets, active, k_offsets,
+                        blocks,
+                    )  # fmt: skip
                     _grad_log_numerator, grad_u, derivative = laser.gradients_of_marked(
                         s, exact_terms, exact, inputs, algebra, h
                     )
                 else:
                     grad_weights = products.dot(value, tl.trans(grad_acc), blocks)
                     if inputs.seed is not None:  # kept [BLOCK_K, BLOCK_Q]
-                        kept = dropout.kept(inputs, b, h, q_offsets, block * blocks.BLOCK_K, blocks.BLOCK_K, 0)
+                        kept = dropout.kept(inputs, b, h, q_offsets, block * blocks.BLOCK_K, blocks.BLOCK_K, KEY_AXIS=0)
                         grad_weights = tl.where(kept, grad_weights * inputs.keep_scale, 0.0)
                     weights, grad_u, derivative, _u = weighting.weights_and_gradients(
-                        s, grad_weights, weighting.expanded(row, 0), inputs, algebra, h
+                        s, grad_weights, weighting.expanded(row, KEY_AXIS=0), inputs, algebra, h
                     )
                     if inputs.seed is not None:
                         weights = tl.where(kept, weights * inputs.keep_scale, 0.0)
@@ -111,28 +112,26 @@ def key_gradients(
                 if inputs.unit_key_fp16 is not None:  # grad_operand includes product_scale
                     operand_scale = tl.full(product_scale.shape, 1.0, tl.float32)
                 if algebra.inputs_are_fp16 and not algebra.reweighted:
-                    # With these factors grad_products may overflow float16. Each is divided by a
-                    # power of two, and both powers multiply the product. Re-weighted rows are
-                    # multiplied in tf32
-                    factor_pow2 = norms.largest_power_of_two(grad_factor)
-                    scale_pow2 = norms.largest_power_of_two(operand_scale)
-                    grad_factor, operand_scale = grad_factor / factor_pow2, operand_scale / scale_pow2
+                    # Re-weighted rows are multiplied in tf32
+                    grad_factor, operand_scale, factor_pow2, scale_pow2 = _float16_safe_factors(
+                        grad_factor, operand_scale
+                    )
                 # [BLOCK_K, BLOCK_Q]: dL/ds times product_scale, unless grad_operand includes that
                 grad_products = (grad_u * grad_factor[None, :]) * derivative * operand_scale[None, :]
                 if EXACT:
                     grad_products = tl.where(included, grad_products, 0.0)
                 # In a partial tile 0 times a non-finite query, or grad_out of a fully masked row,
-                # would be NaN
+                # would be NaN: both factors of a product become 0
                 if IS_PARTIAL:
                     grad_products = tl.where(visible, grad_products, 0.0)
                     grad_operand = products.finite_or_zero(grad_operand)
-                if not EXACT:
-                    if IS_PARTIAL:
+                    if not EXACT:
                         weights = tl.where(visible, weights, 0.0)
                         grad_acc = tl.where(row.weight_factor[:, None] == 0.0, 0.0, grad_acc)
+                if not EXACT:
                     value_sum += products.dot_weights(weights, grad_acc, algebra, blocks)
                 tile_sum = products.dot_grad_scores(  # [BLOCK_K, BLOCK_D]
-                    grad_products, grad_operand, algebra, blocks, True
+                    grad_products, grad_operand, algebra, blocks, HAS_ROW_FACTORS=True
                 )
                 if algebra.inputs_are_fp16 and not algebra.reweighted:
                     tile_sum = tile_sum * factor_pow2 * scale_pow2
@@ -142,7 +141,7 @@ def key_gradients(
     key_bounds = mask[:, None] & (d_offsets[None, :] < inputs.head_dim)
     value_bounds = mask[:, None] & (dv_offsets[None, :] < inputs.value_dim)
     if algebra.laser and not EXACT:  # dL/dV = e^V dL/d(e^V)
-        pointers = loading.key_pointers(inputs.value_operand, inputs, b, key_head * inputs.group, k_offsets)[:, None]
+        pointers = loading.key_pointers(inputs.value_operand, inputs, b, first_head, k_offsets)[:, None]
         pointers = pointers + dv_offsets * inputs.value_operand.stride_d
         value_sum = value_sum * loading.reload(pointers, value_bounds).to(tl.float32)
     backward_rows.store_or_add(
@@ -154,15 +153,7 @@ def key_gradients(
         EXACT,
     )
     if algebra.cosine:  # the key is loaded again after the store, as in query_gradients
-        pointers = loading.key_pointers(inputs.key, inputs, b, key_head * inputs.group, k_offsets)[:, None]
-        pointers = pointers + d_offsets * inputs.key.stride_d
-        # A non-finite key that no row sees has the gradient 0. If a row sees it, its sum is already
-        # NaN
-        key_rnorm = tl.where(key_rnorm == key_rnorm, key_rnorm, 0.0)
-        key, key_scale = norms.scaled_operand(products.finite_or_zero(loading.reload(pointers, key_bounds)), key_rnorm)
-        unit_key = key.to(tl.float32) * key_scale[:, None]  # [BLOCK_K, BLOCK_D]
-        # The gradient through k / |k|: the part along k is removed
-        key_sum = (key_sum - tl.sum(key_sum * unit_key, 1)[:, None] * unit_key) * key_rnorm[:, None]
+        key_sum = _through_key_norm(key_sum, key_rnorm, inputs, b, first_head, k_offsets, d_offsets, key_bounds)
     backward_rows.store_or_add(
         loading.head_pointer(grad_key, b, key_head)
         + k_offsets[:, None] * grad_key.stride_l
@@ -171,3 +162,26 @@ def key_gradients(
         key_bounds,
         EXACT,
     )
+
+
+@triton.jit
+def _float16_safe_factors(grad_factor, operand_scale):
+    """Both factors [BLOCK_Q] of grad_products, each divided by a power of two, and both powers.
+
+    With the whole factors grad_products might overflow float16. The powers multiply the product.
+    """
+    factor_pow2 = norms.largest_power_of_two(grad_factor)
+    scale_pow2 = norms.largest_power_of_two(operand_scale)
+    return grad_factor / factor_pow2, operand_scale / scale_pow2, factor_pow2, scale_pow2
+
+
+@triton.jit
+def _through_key_norm(grad_unit_key, key_rnorm, inputs, b, first_head, k_offsets, d_offsets, key_bounds):
+    """dL/dk [BLOCK_K, BLOCK_D] from dL/d(k / |k|): the part along k is removed."""
+    pointers = loading.key_pointers(inputs.key, inputs, b, first_head, k_offsets)[:, None]
+    pointers = pointers + d_offsets * inputs.key.stride_d
+    # A non-finite key that no row sees has the gradient 0. If a row sees it, its sum is already NaN
+    key_rnorm = tl.where(key_rnorm == key_rnorm, key_rnorm, 0.0)
+    key, key_scale = norms.scaled_operand(products.finite_or_zero(loading.reload(pointers, key_bounds)), key_rnorm)
+    unit_key = key.to(tl.float32) * key_scale[:, None]  # [BLOCK_K, BLOCK_D]
+    return (grad_unit_key - tl.sum(grad_unit_key * unit_key, 1)[:, None] * unit_key) * key_rnorm[:, None]

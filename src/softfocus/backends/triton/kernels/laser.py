@@ -2,9 +2,9 @@
 
 The kernels multiply the weights with e^V in place of V. No shift is subtracted, because it could
 come from a key that the row does not see. Values above LARGE_VALUE are clamped instead, and every
-row that sees one is marked; in decoding of re-weighted rows, every row that gives one weight. A row
-is also marked if its sum is so small that weights which underflow might count. The EXACT variants
-of the kernels compute the marked rows in logarithms.
+row that sees one is marked. In decoding, a re-weighted row is marked only if it gives such a value
+some weight. A row is also marked if its sum is so small that weights which underflow might count.
+The EXACT variants of the kernels compute the marked rows in logarithms.
 """
 
 from typing import NamedTuple
@@ -15,8 +15,10 @@ import triton.language as tl
 from softfocus.backends.triton.kernels import loading, masking, products, scoring, weighting
 from softfocus.backends.triton.kernels.pointwise import LOG2E
 
-LARGE_VALUE = tl.constexpr(30.0)  # unmeasured
-"""docs/kernels-cpu.md derives both limits. e^30 = 1e13 is also far from overflow."""
+LARGE_VALUE = tl.constexpr(30.0)
+"""Larger values are clamped, and rows that see one are marked. Derived, with SMALL_SUM, in
+docs/kernels-cpu.md. e^30 = 1e13 is far from overflow.
+"""
 SMALL_SUM = tl.constexpr(1e-12)
 """A row is marked if its sum of weights times e^V, before the division by the sum of the weights,
 is below SMALL_SUM max(sum of the weights, 1).
@@ -24,6 +26,12 @@ is below SMALL_SUM max(sum of the weights, 1).
 ONE_KEY = tl.constexpr(2.0)
 """The mark of a marked row in which one key has all the weight. The mark of other marked rows is 1,
 that of all other rows 0. Marks are float32, as the other saved vectors.
+"""
+TAIL_BELOW = tl.constexpr(2.0**-100)  # unmeasured
+"""Where f is below it, a phi without zeros is in its exponential tail: phi' / phi is 1."""
+RELU_TINY_BELOW = tl.constexpr(2.0**-60)  # unmeasured
+"""Where f is below it, phi' / phi of a phi with zeros is computed from s. Chosen for relu2:
+s^2 = f 2^shift is normal while f >= 2^-60 and shift >= -66.
 """
 
 
@@ -49,7 +57,7 @@ def load_flags(value, inputs, b, h, k_offsets):
     the values [BLOCK_K, BLOCK_DV].
     """
     if inputs.value_flags is not None:
-        flags = loading.load_vector(inputs.value_flags, b, h // inputs.group, k_offsets, inputs.key_length)
+        flags = loading.load_column(inputs.value_flags, b, h // inputs.group, k_offsets, inputs.key_length)
     else:
         flags = compute_flags(value.to(tl.float32))
     return flags
@@ -154,11 +162,11 @@ def log_weights(s, row, inputs, algebra, h):
     """log A and log u of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], -inf where A or u is 0.
 
     A may underflow, and its logarithm is therefore a difference of logarithms: log phi - log Z, or
-    in re-weighted rows p log u - log sum u^p. log u is computed from u, which above a threshold is
-    0 or at least one ulp of phi, over the spread. In rows with threshold 0 (N_i <= 3) u is phi over
-    the largest phi and may underflow, too. There log u is computed from log phi. In tied rows, and
-    without re-weighting, the second result is arbitrary: the callers use it for the gradient of the
-    power alone.
+    in re-weighted rows p log u - log sum u^p. Where the threshold is not 0, log u is computed from
+    u, which is 0 or at least one ulp of phi divided by the spread: it cannot underflow. In rows
+    with threshold 0 (N_i <= 3) u is phi over the largest phi and may underflow, too. There log u is
+    computed from log phi. In tied rows, and without re-weighting, the second result is arbitrary:
+    the callers use it for the gradient of the power alone.
     """
     f = algebra.phi.value(s, row.shift, algebra)
     log_f = algebra.phi.log(s, row.shift, f)
@@ -177,17 +185,17 @@ def log_weights(s, row, inputs, algebra, h):
 
 @triton.jit
 def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
-    """dL/d(log r) = A (dL/dA - delta), g and phi' of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K,
+    """dL/d(log r) = A (dL/dA - delta), dL/df and phi' of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K,
     BLOCK_Q], from scores and ``exact_terms`` = A dL/dA. r is the unnormalised weight: f or u^p.
 
     It does the work of ``weighting.weights_and_gradients``, but from A dL/dA, which is finite even
     where A underflows and dL/dA overflows. With r ~ (f - threshold)^p,
 
-        d log r / ds = p phi' / (f - threshold),
+        d log r / ds = p phi' / (f - threshold).
 
-    where the quotient may be 0 / 0: there it is phi' / phi. Here phi' has the factors 2^-shift and
-    ``phi_unit``, as f has. g is dL/d(log r) p / (f - threshold). It includes all factors of the
-    row.
+    In rows without a threshold f may underflow, and the quotient is 0 / 0. It is then p phi' / phi,
+    from ``Phi.log_derivative``. Here phi' has the factors 2^-shift and ``phi_unit``, as f has.
+    dL/df = dL/d(log r) p / (f - threshold) includes all factors of the row, unlike g.
     """
     f = algebra.phi.value(s, row.shift, algebra)
     # derivative includes phi_unit here, unlike in weights_and_gradients
@@ -195,27 +203,21 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
     weight = f / row.phi_sum
     above_threshold = f
     power = 1.0
-    # phi' / phi is not computed from an f that is nearly subnormal (below 2^-126), but from the
-    # score (``Phi.log_derivative``). The limit is 2^-100 for a phi without zeros: there it is in
-    # its exponential tail, where phi' / phi is 1. It is 2^-60 for the relu family, whose f is
-    # s^2 2^-shift: above it s^2 is not subnormal, as long as the shift is -66 or more. (Only
-    # float16 has a shift here, and its scores are rarely so small.) Below it 1 / s, or 2 / s, is
-    # right for any s
-    small = 2.0**-60 if algebra.phi.has_zeros else 2.0**-100  # unmeasured
+    small = RELU_TINY_BELOW if algebra.phi.has_zeros else TAIL_BELOW
     if algebra.reweighted:
         # Above a threshold f - threshold is 0 or at least one ulp of f: f needs no such limit
         small = tl.where(row.tied | (row.threshold == 0.0), small, 0.0)
         u = weighting.phi_to_u(f, row.threshold, row.inverse_spread, algebra)
-        weight = tl.where(row.tied, weight, weighting.u_to_the_power(u, inputs, algebra, h, 0) / row.power_sum)
+        weight = tl.where(row.tied, weight, weighting.u_to_the_power(u, inputs, algebra, h, MINUS=0) / row.power_sum)
         above_threshold = tl.where(row.tied, f, tl.maximum(f - row.threshold, 0.0))
         power = tl.where(row.tied, 1.0, weighting.head_power(inputs, algebra, h))
     grad_log_numerator = tl.where(row.one_key, 0.0, exact_terms - weight * row.delta)
     vanished = above_threshold <= small
-    grad_u = grad_log_numerator * power / tl.where(vanished, 1.0, above_threshold)
+    grad_f = grad_log_numerator * power / tl.where(vanished, 1.0, above_threshold)
     # A key below the threshold has above_threshold = 0 and grad_log_numerator = 0. It must keep
     # phi', which multiplies mean_grad
     derivative = tl.where(vanished & (grad_log_numerator != 0.0), algebra.phi.log_derivative(s), derivative)
-    return grad_log_numerator, grad_u, derivative
+    return grad_log_numerator, grad_f, derivative
 
 
 @triton.jit
@@ -240,7 +242,7 @@ def exact_terms_and_value_sum(
     exact_terms = tl.zeros_like(log_weights)
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
     for c in range(inputs.value_dim):
-        term = _term(log_weights, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, c, 0)
+        term = _term(log_weights, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, c, KEY_AXIS=0)
         exact_terms += term
         value_sum += tl.where(dv_offsets[None, :] == c, tl.sum(term, 1)[:, None], 0.0)
     return exact_terms, value_sum
@@ -293,7 +295,8 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
     query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
     # count, scale, row_bias and query_rnorm [BLOCK_Q]; the fields of row [BLOCK_Q, 1]
     count = masking.visible_count(masks, inputs, b, h, q_offsets)
-    row = expanded(exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, tl.zeros_like(count)), 1)
+    row = exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, delta=tl.zeros_like(count))
+    row = expanded(row, KEY_AXIS=1)
     scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
     query_rnorm = scoring.load_query_rnorm(inputs, algebra, b, h, q_offsets)

@@ -45,7 +45,7 @@ def store_matrix(array, matrix, row_offsets, columns, length, width, x):
 
 
 @triton.jit
-def load_vector(array, b, h, row_offsets, length):
+def load_column(array, b, h, row_offsets, length):
     """The rows ``row_offsets`` [R] of an array [B, H, L, 1]: float32 [R], 0 beyond ``length``."""
     return tl.load(head_pointer(array, b, h) + row_offsets * array.stride_l, mask=row_offsets < length, other=0.0).to(
         tl.float32

@@ -185,12 +185,13 @@ def tile_index(lists, tile_range, b, h, block, n, IS_PARTIAL: tl.constexpr):
 @triton.jit
 def _tile_range_of_documents(inputs, masks, lowest, highest, b, q_offsets, start, stop):
     """The range of tiles, within start..stop, in which documents of these rows may occur.
+    ``lowest`` and ``highest`` are as in ``survey``.
 
     Packed documents follow one another, so that the range is short. If they are in another order
     the range is longer, but never too short.
     """
-    # positions, query_documents [BLOCK_Q]. No position is negative: a call with documents has at
-    # least as many keys as queries
+    # positions, query_documents [BLOCK_Q]. A call with documents has no cache, so that masks.offset
+    # holds for every sequence. It has at least as many keys as queries: no position is negative
     positions = tl.minimum(q_offsets, inputs.query_length - 1) + masks.offset
     ids = loading.head_pointer(masks.document_ids, b, 0)
     query_documents = tl.load(ids + positions.to(tl.int64) * masks.document_ids.stride_d)

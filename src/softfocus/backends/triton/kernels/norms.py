@@ -45,7 +45,7 @@ def fast_reciprocal_norm(x):
 
 
 @triton.jit
-def power_of_two_in(rnorm):
+def power_of_two_of(rnorm):
     """pow2 with |x| pow2 in (1/2, 1], from ``rnorm`` = 1 / |x|; 0 for a zero vector.
 
     The exponent bits of a subnormal ``rnorm``, of an |x| above 2^126, are 0. pow2 is then set to
@@ -59,7 +59,7 @@ def power_of_two_in(rnorm):
 
 @triton.jit
 def mantissa_of(rnorm):
-    """``rnorm`` over ``power_of_two_in(rnorm)``, in [1, 2) unless ``rnorm`` is 0 or subnormal. It
+    """``rnorm`` over ``power_of_two_of(rnorm)``, in [1, 2) unless ``rnorm`` is 0 or subnormal. It
     is taken from the bits, since a division would be approximate.
     """
     bits = (rnorm.to(tl.int32, bitcast=True) & 0x007FFFFF) | 0x3F800000
@@ -73,15 +73,14 @@ def scaled_operand(x, rnorm):
     """x [R, C] scaled by powers of two to norms in (1/2, 1], and the rest of 1 / |x|, its mantissa
     [R].
 
-    The kernels scale the query of a product but not the key: the absolute product is then at most
-    |k|, and overflows only if |k| is 2^128 or more (docs/limitations.md). key_gradients loads
-    scaled queries, and scales its keys, too, once per program: so it was tested and timed on GPUs.
-    In float16
-    query_gradients scales the keys of the gradient's product. All kernels compute the
-    same score, because powers of two scale exactly, except that float16 rounds entries that become
-    subnormal.
+    The forward and query_gradients scale the query alone. |q.k| is then at most |k|, and overflows
+    only if |k| >= 2^128 (docs/limitations.md). key_gradients loads scaled queries and scales its
+    keys, too. In float16 query_gradients scales keys for the product with the gradient.
+
+    Powers of two scale exactly, so that all kernels compute the same score. Exception: float16
+    rounds entries that become subnormal.
     """
-    return (x.to(tl.float32) * power_of_two_in(rnorm)[:, None]).to(x.dtype), mantissa_of(rnorm)
+    return (x.to(tl.float32) * power_of_two_of(rnorm)[:, None]).to(x.dtype), mantissa_of(rnorm)
 
 
 @triton.jit

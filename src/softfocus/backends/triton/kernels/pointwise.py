@@ -13,9 +13,8 @@ factor cancels in A. ``Phi.value`` and the sums of f include it. ``Phi.derivativ
 ``GradientRow.grad_factor`` multiplies by it instead.
 
 Far below zero softplus keeps its relative precision: for s <= 0, log2(1 + 2^s) = x y(x) with
-x = 2^s. A polynomial y replaces the logarithm, which takes 20 instructions. The number of its terms
-follows the precision of the operands' dtype: its relative error is 2^-11 for bfloat16, 2^-17 for
-float16, 2^-22.5 for float32.
+x = 2^s. A polynomial y replaces the logarithm, which takes 20 instructions. Its relative error is
+2^-11 for bfloat16, 2^-17 for float16, 2^-22.5 for float32.
 """
 
 import torch
@@ -120,9 +119,9 @@ def stable_product(a, b, algebra):
 
 
 @triton.jit
-def log2(x, TERMS: tl.constexpr):
-    """log2 x for x > 0. For 16-bit dtypes: one instruction, not 20, with an error of 2^-22."""
-    if TERMS == MAX_TERMS:
+def log2(x, ACCURATE: tl.constexpr):
+    """log2 x for x > 0. Not ACCURATE, for 16-bit dtypes: 1 instruction, not 20, error 2^-22."""
+    if ACCURATE:
         result = tl.log2(x)
     else:
         result = _fast_log2(x)
@@ -165,18 +164,20 @@ def _shifted(f, shift, algebra):
 
 
 @triton.jit
-def _if_small(row_max, shift):
-    """``shift``, log2 f(row_max) without a shift, if -inf < row_max < SHIFT_BELOW; else 0."""
-    return tl.where((row_max < SHIFT_BELOW) & (row_max > float("-inf")), shift, 0.0)
+def _if_small(row_max, log2_f):
+    """log2_f if row_max is finite and below SHIFT_BELOW. Else 0: the row needs no shift."""
+    return tl.where((row_max < SHIFT_BELOW) & (row_max > float("-inf")), log2_f, 0.0)
 
 
 @triton.jit
 def _softplus_shift(row_max):
+    """log2 f(s) = s + log2 y(2^s), with y of the module's docstring; s < 0 here."""
     return _if_small(row_max, row_max + tl.log2(_log2_1p_over_x(tl.exp2(tl.minimum(row_max, 0.0)), MAX_TERMS)))
 
 
 @triton.jit
 def _sigmoid_shift(row_max):
+    """log2 sigmoid(s) = s - log2(1 + 2^s), for s < 0."""
     return _if_small(row_max, row_max - _log2_1p_exp2_of_minus_abs(row_max, MAX_TERMS))
 
 
@@ -273,8 +274,7 @@ def _softplus(s, shift, algebra):
 @triton.jit
 def _sigmoid(s, shift, algebra):
     """sigmoid 2^-shift. For 16-bit dtypes it is 2^(min(s, 0) - log2(1 + 2^-|s|) - shift), which
-    avoids a division (eight instructions). Float32 uses a correctly rounded division, for the same
-    reason as ``_exp2``.
+    avoids a division (eight instructions). Float32 rounds its division correctly: see ``_exp2``.
     """
     exponent = tl.minimum(s, 0.0)
     if algebra.shifted:
@@ -391,10 +391,10 @@ def whole_power(u, POWER: tl.constexpr):
 
 
 @triton.jit
-def any_power(u, power, TERMS: tl.constexpr):
-    """u^p for 0 < u <= 1 and a p that the kernel loads at run time.
+def any_power(u, power, ACCURATE: tl.constexpr):
+    """u^p for 0 < u <= 1 and a p that the kernel loads at run time. ACCURATE: as in ``log2``.
 
     The relative error grows with p |log u|, which is large only where u^p is small compared with
     the row's largest. NaN gives 1; phi_sum carries the NaN of such rows.
     """
-    return tl.exp2(power * log2(tl.where(u > 0.0, u, 1.0), TERMS))
+    return tl.exp2(power * log2(tl.where(u > 0.0, u, 1.0), ACCURATE))

@@ -59,9 +59,10 @@ def query_gradients(
     delta = tl.where(active, delta, 0.0)
     count = masking.visible_count(masks, inputs, b, h, q_offsets)  # [BLOCK_Q]
     row = weighting.gradient_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, delta)
-    tile_row = weighting.expanded(row, 1)  # vectors [BLOCK_Q, 1], as those of exact
+    tile_row = weighting.expanded(row, KEY_AXIS=1)  # vectors [BLOCK_Q, 1], as those of exact
     if EXACT:
-        exact = laser.expanded(laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, delta), 1)
+        exact = laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, delta)
+        exact = laser.expanded(exact, KEY_AXIS=1)
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
     query_rnorm = scoring.load_query_rnorm(inputs, algebra, b, h, q_offsets)
     # [BLOCK_Q]: score_scale is c_i in natural units; product_scale is what multiplies the products:
@@ -70,12 +71,8 @@ def query_gradients(
     query, product_scale = scoring.query_operand(
         query, query_rnorm, score_scale * algebra.phi.score_unit, inputs, algebra
     )
-    if inputs.unit_key_fp16 is not None and not EXACT:
-        query_fp32 = query.to(tl.float32)
-        loading.store_queries(inputs.unit_query_fp16, inputs, b, h, q_offsets, query_fp32, blocks)
-        loading.store_queries(inputs.unit_query_bf16, inputs, b, h, q_offsets, query_fp32, blocks)
-    if inputs.scaled_query is not None and not EXACT:
-        loading.store_queries(inputs.scaled_query, inputs, b, h, q_offsets, query, blocks)
+    if not EXACT:
+        _store_query_operands(query, inputs, b, h, q_offsets, blocks)
     grad_factor = row.grad_factor
     if EXACT:  # gradients_of_marked includes all factors of the row
         grad_factor = tl.full(count.shape, 1.0, tl.float32)
@@ -94,11 +91,12 @@ def query_gradients(
                 query, inputs, algebra, masks, b, h, q_offsets, k_offsets, product_scale, row_bias, IS_PARTIAL, blocks
             )
             # All [BLOCK_Q, BLOCK_K]: grad_weights, grad_u, derivative, log2_u, and
-            # grad_log_numerator = A (dL/dA - delta), the gradient of the log of f or u^p
+            # grad_log_numerator = A (dL/dA - delta), the gradient of the log of f or u^p. grad_u is
+            # g. In EXACT it includes all factors of the row
             if EXACT:
                 log_weights, log_u = laser.log_weights(s, exact, inputs, algebra, h)
                 exact_terms = laser.exact_terms_of(
-                    log_weights, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, 1
+                    log_weights, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, KEY_AXIS=1
                 )
                 grad_log_numerator, grad_u, derivative = laser.gradients_of_marked(
                     s, exact_terms, exact, inputs, algebra, h
@@ -109,13 +107,14 @@ def query_gradients(
                 grad_weights = products.dot(grad_acc, tl.trans(value), blocks)
                 if inputs.seed is not None:
                     first = scoring.first_key(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)
-                    kept = dropout.kept(inputs, b, h, q_offsets, first, blocks.BLOCK_K, 1)  # [BLOCK_Q, BLOCK_K]
+                    # [BLOCK_Q, BLOCK_K]
+                    kept = dropout.kept(inputs, b, h, q_offsets, first, blocks.BLOCK_K, KEY_AXIS=1)
                     grad_weights = tl.where(kept, grad_weights * inputs.keep_scale, 0.0)
                 weights, grad_u, derivative, u = weighting.weights_and_gradients(
                     s, grad_weights, tile_row, inputs, algebra, h
                 )
                 grad_log_numerator = weights * (grad_weights - tile_row.delta)
-                log2_u = log2(tl.where(u > 0.0, u, 1.0), algebra.terms)
+                log2_u = log2(tl.where(u > 0.0, u, 1.0), algebra.inputs_are_fp32)
             if IS_PARTIAL:
                 grad_u = tl.where(visible, grad_u, 0.0)  # masked scores: phi' is 0, but grad_u may be NaN
             if inputs.unit_key_fp16 is not None:
@@ -131,9 +130,11 @@ def query_gradients(
                     derivative = tl.where(visible, derivative, 0.0)
             if IS_PARTIAL:  # 0 times a hidden non-finite key would be NaN
                 key = products.finite_or_zero(key)
-            grad_sum += products.dot_grad_scores(grad_u * derivative, key, algebra, blocks, False)  # [BLOCK_Q, BLOCK_D]
+            grad_sum += products.dot_grad_scores(  # [BLOCK_Q, BLOCK_D], as derivative_sum
+                grad_u * derivative, key, algebra, blocks, HAS_ROW_FACTORS=False
+            )
             if algebra.reweighted:
-                derivative_sum += products.dot_grad_scores(derivative, key, algebra, blocks, False)
+                derivative_sum += products.dot_grad_scores(derivative, key, algebra, blocks, HAS_ROW_FACTORS=False)
                 grad_u_sum += tl.sum(grad_u, 1)
                 if grad_power is not None:
                     terms = grad_log_numerator * log2_u
@@ -141,13 +142,15 @@ def query_gradients(
                         terms = tl.where(visible, terms, 0.0)
                     grad_power_sum += tl.sum(terms, 1)
 
+    # grad_similarity [BLOCK_Q, BLOCK_D] becomes sum_j dL/ds_ij k_j, with cosine k_j / |k_j|
+    grad_similarity = grad_sum
     mean_grad = tl.zeros_like(grad_u_sum)  # [BLOCK_Q]
     if algebra.reweighted:
         # Rows without a threshold: those that see few keys, and tied rows
         no_threshold = (count <= weighting.MAX_UNTHRESHOLDED_COUNT) | weighting.is_tied(row)
         mean_grad = tl.where(no_threshold, 0.0, grad_u_sum / tl.maximum(count, 1.0))
-        grad_sum = grad_sum - mean_grad[:, None] * derivative_sum
-    grad_sum = grad_sum * grad_factor[:, None]
+        grad_similarity = grad_sum - mean_grad[:, None] * derivative_sum
+    grad_similarity = grad_similarity * grad_factor[:, None]
     mask = q_offsets < inputs.query_length
     if EXACT:
         mask = active
@@ -158,35 +161,53 @@ def query_gradients(
         row_vectors, algebra, mean_grad, product_scale, row_bias, row, grad_factor / algebra.phi.score_unit, b, h,
         q_offsets, mask, active, EXACT,
     )  # fmt: skip
-    # Of [B, H, Lq]; int64, since B H Lq may be 2^31 or more
-    row_starts = (tl.full([], 0, tl.int64) + tl.program_id(1)) * inputs.query_length
+    # The head's first element in [B, H, Lq]. int64, because B H Lq may be 2^31 or more
+    head_start = (tl.full([], 0, tl.int64) + tl.program_id(1)) * inputs.query_length
     if grad_power is not None:
         # 0 in tied rows. A row that sees a NaN is not tied, and its share is NaN
         share = tl.where(sees_a_key & (weighting.is_tied(row) == 0), grad_power_sum * LN2, 0.0)
-        tl.store(grad_power + row_starts + q_offsets, share, mask=mask)
+        tl.store(grad_power + head_start + q_offsets, share, mask=mask)
+    grad_query_tile = grad_similarity  # with cosine times (1 - q q^T / |q|^2) / |q|
     if algebra.cosine or grad_head_scale is not None:
-        # pointers, query_bounds, similarity_query [BLOCK_Q, BLOCK_D]
-        pointers = (
-            loading.head_pointer(inputs.query, b, h)
-            + q_offsets[:, None] * inputs.query.stride_l
-            + d_offsets[None, :] * inputs.query.stride_d
-        )
-        query_bounds = (q_offsets[:, None] < inputs.query_length) & (d_offsets[None, :] < inputs.head_dim)
-        similarity_query = loading.reload(pointers, query_bounds)  # q / |q| with cosine, else q
-        if algebra.cosine:
-            similarity_query, mantissa = norms.scaled_operand(similarity_query, query_rnorm)
-            similarity_query = similarity_query.to(tl.float32) * mantissa[:, None]
-        grad_dot_query = tl.sum(grad_sum * similarity_query.to(tl.float32), 1)  # [BLOCK_Q]
+        similarity_query = _similarity_query(query_rnorm, inputs, algebra, b, h, q_offsets, d_offsets)
+        grad_dot_query = tl.sum(grad_similarity * similarity_query.to(tl.float32), 1)  # [BLOCK_Q]
         if grad_head_scale is not None:
             share = grad_dot_query * scoring.base_scale(inputs, algebra, count)
-            tl.store(grad_head_scale + row_starts + q_offsets, tl.where(sees_a_key, share, 0.0), mask=mask)
+            tl.store(grad_head_scale + head_start + q_offsets, tl.where(sees_a_key, share, 0.0), mask=mask)
         if algebra.cosine:
-            grad_sum = (grad_sum - grad_dot_query[:, None] * similarity_query) * query_rnorm[:, None]
-    grad_sum = tl.where(sees_a_key[:, None], grad_sum * score_scale[:, None], 0.0)
+            grad_query_tile = (grad_similarity - grad_dot_query[:, None] * similarity_query) * query_rnorm[:, None]
+    grad_query_tile = tl.where(sees_a_key[:, None], grad_query_tile * score_scale[:, None], 0.0)
     tl.store(
         loading.head_pointer(grad_query, b, h)
         + q_offsets[:, None] * grad_query.stride_l
         + d_offsets[None, :] * grad_query.stride_d,
-        grad_sum.to(grad_query.pointer.dtype.element_ty),
+        grad_query_tile.to(grad_query.pointer.dtype.element_ty),
         mask=mask[:, None] & (d_offsets[None, :] < inputs.head_dim),
     )
+
+
+@triton.jit
+def _store_query_operands(query, inputs, b, h, q_offsets, blocks):
+    """Stores the query operand [BLOCK_Q, BLOCK_D] for key_gradients, with cosine."""
+    if inputs.unit_key_fp16 is not None:
+        query_fp32 = query.to(tl.float32)
+        loading.store_queries(inputs.unit_query_fp16, inputs, b, h, q_offsets, query_fp32, blocks)
+        loading.store_queries(inputs.unit_query_bf16, inputs, b, h, q_offsets, query_fp32, blocks)
+    if inputs.scaled_query is not None:
+        loading.store_queries(inputs.scaled_query, inputs, b, h, q_offsets, query, blocks)
+
+
+@triton.jit
+def _similarity_query(query_rnorm, inputs, algebra, b, h, q_offsets, d_offsets):
+    """The queries [BLOCK_Q, BLOCK_D], loaded again: q / |q| with cosine, else q."""
+    pointers = (
+        loading.head_pointer(inputs.query, b, h)
+        + q_offsets[:, None] * inputs.query.stride_l
+        + d_offsets[None, :] * inputs.query.stride_d
+    )
+    query_bounds = (q_offsets[:, None] < inputs.query_length) & (d_offsets[None, :] < inputs.head_dim)
+    query = loading.reload(pointers, query_bounds)
+    if algebra.cosine:
+        query, mantissa = norms.scaled_operand(query, query_rnorm)
+        query = query.to(tl.float32) * mantissa[:, None]
+    return query

@@ -56,7 +56,7 @@ def load_query_rnorm(inputs, algebra, b, h, q_offsets):
     """1 / |q_i| [BLOCK_Q]; without cosine 0, which nothing uses."""
     rnorm = tl.zeros(q_offsets.shape, tl.float32)
     if algebra.cosine:
-        rnorm = loading.load_vector(inputs.query_rnorm, b, h, q_offsets, inputs.query_length)
+        rnorm = loading.load_column(inputs.query_rnorm, b, h, q_offsets, inputs.query_length)
     return rnorm
 
 
@@ -94,7 +94,7 @@ def load_score_keys(inputs, algebra, b, h, k_offsets, IS_PARTIAL: tl.constexpr, 
         if inputs.key_rnorm is None:
             rnorm = norms.reciprocal_norm(key.to(tl.float32))
         else:
-            rnorm = loading.load_vector(inputs.key_rnorm, b, h // inputs.group, k_offsets, inputs.key_length)
+            rnorm = loading.load_column(inputs.key_rnorm, b, h // inputs.group, k_offsets, inputs.key_length)
     return key, rnorm
 
 

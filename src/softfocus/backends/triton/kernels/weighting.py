@@ -85,15 +85,16 @@ def u_to_the_power(u, inputs, algebra, h, MINUS: tl.constexpr):
     """u^(p - MINUS) of any shape, 0 where u is 0; MINUS is 0 or 1.
 
     u^(p - 1) is a factor of dA/du. For p = 1 it is 1, but 0 at u = 0: u = relu(..) does not depend
-    on a phi below the threshold. ``algebra.terms`` is the precision of the dtype: it selects the
-    log2.
+    on a phi below the threshold.
     """
     if inputs.power is None and algebra.power > MINUS:
         result = pointwise.whole_power(u, algebra.power - MINUS)
     elif inputs.power is None:  # algebra.power is at least 1: p - MINUS is 0
         result = tl.where(u == 0.0, 0.0, 1.0)
     else:
-        result = tl.where(u == 0.0, 0.0, pointwise.any_power(u, tl.load(inputs.power + h) - MINUS, algebra.terms))
+        result = tl.where(
+            u == 0.0, 0.0, pointwise.any_power(u, tl.load(inputs.power + h) - MINUS, algebra.inputs_are_fp32)
+        )
     return result
 
 
@@ -161,10 +162,9 @@ class GradientRow(NamedTuple):
         inverse_spread: of re-weighted rows. Its sign says whether the row is tied (``is_tied``),
             which saves a row vector. In a tied row it is -1 over the largest f, and p is 1.
         weight_factor: 0 in fully masked rows.
-        grad_factor: 0 if one key has all the weight, so that rounding cannot change the gradient 0;
-            in re-weighted rows only if N = 1 or p >= LARGE_POWER. Not so without re-weighting for a
-            phi with zeros, whose other keys may have large gradients (relu' is 1). Without an l1
-            norm it is never 0.
+        grad_factor: 0 where one key has all the weight: its gradient is 0, and rounding must not
+            change it. Re-weighted rows: only if N = 1 or p >= LARGE_POWER. A phi with zeros, not
+            re-weighted: never 0, see zero_grad_above. No l1 norm: never 0.
         delta: sum_j A_ij dL/dA_ij, where the weights sum to one; else 0.
     """
 
@@ -204,33 +204,17 @@ def saved_statistics(saved, inputs, algebra, b, h, q_offsets):
 def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
     """The ``GradientRow`` of the rows [BLOCK_Q], from what the forward saved."""
     shift, largest_phi, phi_sum, power_sum = saved_statistics(saved, inputs, algebra, b, h, q_offsets)
-    threshold = tl.zeros_like(shift)  # all vectors here are [BLOCK_Q]
-    zero_grad_above = threshold
-    inverse_spread = threshold - 1.0  # not used without re-weighting, but Triton needs the name
+    zeros = tl.zeros_like(shift)  # all vectors here are [BLOCK_Q]
+    threshold, zero_grad_above = zeros, zeros
+    inverse_spread = zeros - 1.0  # not read without re-weighting, but stored: a row vector
     if algebra.reweighted:
-        threshold, inverse_spread, tied, _peak = row_threshold(algebra, count, phi_sum, largest_phi)
-        largest_u_power = u_to_the_power(
-            phi_to_u(largest_phi, threshold, inverse_spread, algebra), inputs, algebra, h, 0
+        threshold, inverse_spread, weight_factor, grad_factor = _reweighted_row_factors(
+            largest_phi, phi_sum, power_sum, inputs, algebra, count, h
         )
-        # One key has all the weight if power_sum equals its largest term: an exact comparison.
-        # Other terms, if any, are below the rounding of power_sum. Their gradients, which u^(p - 1)
-        # multiplies, are negligible only if p is large
-        large_power = (tl.zeros_like(phi_sum) + head_power(inputs, algebra, h)) >= LARGE_POWER
-        one_key = (count == 1.0) | ((power_sum == largest_u_power) & (tied == 0) & large_power)
-        reciprocal_phi_sum, reciprocal_power_sum = reciprocal_sum(phi_sum, algebra), reciprocal_sum(power_sum, algebra)
-        tied_scale = tl.where(largest_phi > 0.0, largest_phi, 1.0)
-        weight_factor = tl.where(tied, reciprocal_phi_sum * tied_scale, reciprocal_power_sum)
-        untied_factor = head_power(inputs, algebra, h) * reciprocal_power_sum * inverse_spread
-        grad_factor = tl.where(tied, reciprocal_phi_sum, untied_factor)
-        # u and power_sum of 16-bit dtypes have lost the NaN of a row (``phi_to_u``); phi_sum has it
-        weight_factor += phi_sum - phi_sum
-        # A tied row keeps its l1 weights. Its u is phi over the largest phi, because ``phi_to_u``
-        # limits u of 16-bit dtypes to 1; weight_factor multiplies by the largest phi again
-        threshold, inverse_spread = (tl.where(tied, 0.0, threshold), tl.where(tied, -1.0 / tied_scale, inverse_spread))
-        grad_factor = tl.where(one_key, 0.0, grad_factor)
     elif algebra.normaliser == "l1":
         weight_factor = reciprocal_sum(phi_sum, algebra)
         if algebra.shift_holds_norm:
+            # shift + log2 of the sum: the logsumexp. f is then the weight
             shift = shift - tl.log2(weight_factor)
             weight_factor = tl.full(weight_factor.shape, 1.0, tl.float32)
         one_key, grad_factor = (count == 1.0) | (phi_sum == largest_phi), weight_factor
@@ -251,6 +235,33 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
     weight_factor = tl.where(count > 0.0, weight_factor, 0.0)
     grad_factor *= algebra.phi.phi_unit
     return GradientRow(shift, threshold, zero_grad_above, inverse_spread, weight_factor, grad_factor, delta)
+
+
+@triton.jit
+def _reweighted_row_factors(largest_phi, phi_sum, power_sum, inputs, algebra, count, h):
+    """threshold, inverse_spread, weight_factor and grad_factor of a ``GradientRow`` [BLOCK_Q], of
+    re-weighted rows.
+    """
+    threshold, inverse_spread, tied, _peak = row_threshold(algebra, count, phi_sum, largest_phi)
+    largest_u = phi_to_u(largest_phi, threshold, inverse_spread, algebra)
+    largest_u_power = u_to_the_power(largest_u, inputs, algebra, h, MINUS=0)
+    # One key has all the weight if power_sum equals its largest term: an exact comparison.
+    # Other terms, if any, are below the rounding of power_sum. Their gradients, which u^(p - 1)
+    # multiplies, are negligible only if p is large
+    large_power = (tl.zeros_like(phi_sum) + head_power(inputs, algebra, h)) >= LARGE_POWER
+    one_key = (count == 1.0) | ((power_sum == largest_u_power) & (tied == 0) & large_power)
+    reciprocal_phi_sum, reciprocal_power_sum = reciprocal_sum(phi_sum, algebra), reciprocal_sum(power_sum, algebra)
+    largest_phi_or_1 = tl.where(largest_phi > 0.0, largest_phi, 1.0)
+    weight_factor = tl.where(tied, reciprocal_phi_sum * largest_phi_or_1, reciprocal_power_sum)
+    untied_factor = head_power(inputs, algebra, h) * reciprocal_power_sum * inverse_spread
+    grad_factor = tl.where(tied, reciprocal_phi_sum, untied_factor)
+    # u and power_sum of 16-bit dtypes have lost the NaN of a row (``phi_to_u``); phi_sum has it
+    weight_factor += phi_sum - phi_sum
+    # A tied row keeps its l1 weights. Its u is phi over the largest phi, because ``phi_to_u``
+    # limits u of 16-bit dtypes to 1; weight_factor multiplies by the largest phi again
+    threshold = tl.where(tied, 0.0, threshold)
+    inverse_spread = tl.where(tied, -1.0 / largest_phi_or_1, inverse_spread)
+    return threshold, inverse_spread, weight_factor, tl.where(one_key, 0.0, grad_factor)
 
 
 @triton.jit
@@ -282,7 +293,7 @@ def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
             grad_u = tl.where(f > row.zero_grad_above, 0.0, grad_u)
     if algebra.reweighted:
         u = phi_to_u(f, row.threshold, tl.abs(row.inverse_spread), algebra)
-        u_to_p_minus_1 = tl.where(is_tied(row), 1.0, u_to_the_power(u, inputs, algebra, h, 1))
+        u_to_p_minus_1 = tl.where(is_tied(row), 1.0, u_to_the_power(u, inputs, algebra, h, MINUS=1))
         grad_u = grad_u * u_to_p_minus_1
         weights = u_to_p_minus_1 * u
     if not algebra.shift_holds_norm:
