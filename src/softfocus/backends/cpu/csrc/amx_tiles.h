@@ -99,14 +99,14 @@ class AmxRegisters {
   AmxRegisters& operator=(const AmxRegisters&) = delete;
 };
 
-// Dot products of 16 rows [AMX_ROWS, padded_width] with 16 N keys, written to C [AMX_ROWS, 16 N];
-// c_row is the stride of its rows. `keys` is what transpose_amx_pairs() wrote for 16 keys, N times:
+// Dot products of 16 rows [AMX_ROWS, padded_width] with 16 N keys, written to C [AMX_ROWS, 16 N].
+// `keys` is what transpose_amx_pairs() wrote for 16 keys, N times:
 // [N, padded_width / AMX_DIMS, AMX_DIMS / 2, AMX_ROWS, 2]. Needs an AmxRegisters.
 template <int N>
-inline void amx_dots(const bfloat16* rows, int64_t padded_width, const bfloat16* keys, float* c, int64_t c_row) {
+inline void amx_dots(const bfloat16* rows, int64_t padded_width, const bfloat16* keys, float* c, int64_t c_row_stride) {
   static_assert(N == 1 || N == 2);
-  // Sums over AMX_DOT_DIMS dimensions from d on, written to `to` [AMX_ROWS, to_row]
-  auto sum_to = [&](int64_t d, float* to, int64_t to_row) {
+  // Sums over AMX_DOT_DIMS dimensions from d on, written to `to` [AMX_ROWS, to_row_stride]
+  auto sum_to = [&](int64_t d, float* to, int64_t to_row_stride) {
     _tile_zero(0);
     _tile_zero(1);
     for (int64_t e = d; e < std::min(d + AMX_DOT_DIMS, padded_width); e += AMX_DIMS) {
@@ -118,16 +118,16 @@ inline void amx_dots(const bfloat16* rows, int64_t padded_width, const bfloat16*
         _tile_dpbf16ps(1, 2, 4);
       }
     }
-    _tile_stored(0, to, to_row * sizeof(float));
-    if constexpr (N == 2) _tile_stored(1, to + AMX_ROWS, to_row * sizeof(float));
+    _tile_stored(0, to, to_row_stride * sizeof(float));
+    if constexpr (N == 2) _tile_stored(1, to + AMX_ROWS, to_row_stride * sizeof(float));
   };
-  sum_to(0, c, c_row);
+  sum_to(0, c, c_row_stride);
   alignas(64) float sums[AMX_ROWS * N * AMX_ROWS];  // [AMX_ROWS, 16 N]
   for (int64_t d = AMX_DOT_DIMS; d < padded_width; d += AMX_DOT_DIMS) {
     sum_to(d, sums, N * AMX_ROWS);
     for (int64_t r = 0; r < AMX_ROWS; ++r)
       for (int64_t j = 0; j < N * AMX_ROWS; j += AMX_ROWS)
-        store(c + r * c_row + j, load(c + r * c_row + j) + load(sums + r * N * AMX_ROWS + j));
+        store(c + r * c_row_stride + j, load(c + r * c_row_stride + j) + load(sums + r * N * AMX_ROWS + j));
   }
 }
 #endif

@@ -23,9 +23,9 @@ struct Schedule {
   int64_t at_once, tasks_per_head, block_rows, blocks;
 
   Schedule(const Params& params, const TensorView& grad_bias)
-      : at_once(key_heads_at_once(params, true)),
+      : at_once(key_heads_at_once(params, /*backward=*/true)),
         tasks_per_head(1),
-        block_rows(rows_per_block(params, true)),
+        block_rows(rows_per_block(params, /*backward=*/true)),
         blocks(ceil_div(params.query_length, block_rows)) {
     // Tasks that add to the same elements of grad_bias must not run at the same time. If heads
     // share elements, at_once is 1. The tasks of one key head visit all query heads of its group,
@@ -95,11 +95,11 @@ bool backward(const Params& params, const GradientTensors& grads) {
           key_heads = params.batch * params.key_heads;
   PerThread<RowGradients<Phi>> workers(params);
   std::vector<KeyHeadData> key_data_at_once(at_once);
-  for (KeyHeadData& key_data : key_data_at_once) key_data.reserve(params, true);
+  for (KeyHeadData& key_data : key_data_at_once) key_data.reserve(params, /*backward=*/true);
   std::vector<KeyHeadSums> sums(at_once * tasks_per_head);
   for (int64_t first_key_head = 0; first_key_head < key_heads; first_key_head += at_once) {
     int64_t n = std::min(at_once, key_heads - first_key_head);
-    if (!pack_key_heads(params, key_data_at_once, first_key_head, n, true)) return false;
+    if (!pack_key_heads(params, key_data_at_once, first_key_head, n, /*backward=*/true)) return false;
     bool done = parallel_for(params.threads, n * tasks_per_head, [&](int64_t item) {
       int64_t i = item / tasks_per_head;
       run_task<Phi>(params, grads, schedule, first_key_head + i, item % tasks_per_head, key_data_at_once[i], sums[item],

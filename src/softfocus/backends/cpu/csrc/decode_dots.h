@@ -117,14 +117,14 @@ class DecodeDots {
     for (int64_t r = 0; r < rows; ++r) {
       vfloat products[N][W], squares[N][W];
       if (params.cosine && r == 0) {
-        lane_products<true>(queries, keys, key_stride, products, squares);
+        lane_products</*SQUARES=*/true>(queries, keys, key_stride, products, squares);
         for (int i = 0; i < N; ++i) {
           vfloat squared_norm = reduce_each(squares[i]);
           dot_again[i] = ~((squared_norm > SAFE_MIN) & (squared_norm < SAFE_MAX));
           rnorm[i] = 1.0f / square_root(squared_norm);
         }
       } else {
-        lane_products<false>(queries + r * padded_dim, keys, key_stride, products, squares);
+        lane_products</*SQUARES=*/false>(queries + r * padded_dim, keys, key_stride, products, squares);
       }
       for (int i = 0; i < N; ++i) {
         vfloat dot_product = reduce_each(products[i]) * rnorm[i];

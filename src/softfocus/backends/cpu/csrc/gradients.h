@@ -44,7 +44,7 @@ class RowGradients {
 
   // The lists of live keys fill only a part of their buffers, which therefore take no huge pages.
   explicit RowGradients(const Params& params)
-      : block(params, rows_per_block(params, true)),
+      : block(params, rows_per_block(params, /*backward=*/true)),
         output(block),
         grad_out(BLOCK_Q * block.padded_value_dim),
         grad_queries(BLOCK_Q * block.padded_dim),
@@ -74,7 +74,8 @@ class RowGradients {
     for (int64_t r = 0; r < BLOCK_Q; ++r) has_exact[r] = false;
     if (block.params.laser) laser_backward(grad_values);
     if (block.params.reweighted)
-      block.params.drop_below ? compute_listed_grad_weights<true>(grads) : compute_listed_grad_weights<false>(grads);
+      block.params.drop_below ? compute_listed_grad_weights</*DROPOUT=*/true>(grads)
+                              : compute_listed_grad_weights</*DROPOUT=*/false>(grads);
     else
       compute_dense_grad_weights();
     block.each_tile([&](int64_t start_k) { tile_gradients(start_k, grads, grad_keys, grad_values); });
@@ -198,8 +199,8 @@ class RowGradients {
     float *tile_grad_keys = grad_keys + first_key * block.padded_dim,
           *tile_grad_values = grad_values + first_key * block.padded_value_dim;
     if (params.reweighted)
-      params.drop_below ? listed_grad_scores<true>(start_k, exp_values, tile_grad_values)
-                        : listed_grad_scores<false>(start_k, exp_values, tile_grad_values);
+      params.drop_below ? listed_grad_scores</*DROPOUT=*/true>(start_k, exp_values, tile_grad_values)
+                        : listed_grad_scores</*DROPOUT=*/false>(start_k, exp_values, tile_grad_values);
     else
       for (int64_t r = 0; r < block.padded_rows(); ++r) dense_grad_scores(r, start_k);
     if (grads.grad_bias.data) add_bias_gradient(start_k, n, grads.grad_bias);
@@ -214,8 +215,9 @@ class RowGradients {
       KeyRange keys = strip_keys[r / MR];
       int64_t skip = keys.begin - start_k, depth = std::min(keys.end - start_k, n) - skip;
       if (!keys.empty())
-        product<MR>(width / W, depth, grad_scores + r * TILE_STRIDE + skip, TILE_STRIDE, 1, k.data + skip * k.stride,
-                    k.stride, grad_queries + r * width, width, true);
+        product<MR>(width / W, depth, grad_scores + r * TILE_STRIDE + skip, TILE_STRIDE,
+                    /*a_column_stride=*/1, k.data + skip * k.stride, k.stride, grad_queries + r * width, width,
+                    /*add=*/true);
     }
   }
 
@@ -239,11 +241,11 @@ class RowGradients {
       if (begin_q >= end_q) continue;
       int64_t depth = end_q - begin_q;
       transposed_product(step, grad_scores + begin_q * TILE_STRIDE + j, depth, scaled_queries + begin_q * width, width,
-                         to_keys + j * width, true);
+                         to_keys + j * width, /*add=*/true);
       if (!dense) continue;
       float* to = laser ? grad_exp_values + j * padded_value_dim : to_values + j * padded_value_dim;
       transposed_product(step, weights + begin_q * TILE_STRIDE + j, depth, grad_out + begin_q * padded_value_dim,
-                         padded_value_dim, to, !laser);
+                         padded_value_dim, to, /*add=*/!laser);
       for (int64_t i = j; i < j + step && laser; ++i)
         for (int64_t d = 0; d < padded_value_dim; d += W) {
           float* target = to_values + i * padded_value_dim + d;
@@ -257,9 +259,9 @@ class RowGradients {
   static void transposed_product(int64_t n_keys, const float* a, int64_t depth, const float* b, int64_t width, float* c,
                                  bool add) {
     if (n_keys == MR)
-      product<MR>(width / W, depth, a, 1, TILE_STRIDE, b, width, c, width, add);
+      product<MR>(width / W, depth, a, /*a_row_stride=*/1, TILE_STRIDE, b, width, c, width, add);
     else
-      product<1>(width / W, depth, a, 1, TILE_STRIDE, b, width, c, width, add);
+      product<1>(width / W, depth, a, /*a_row_stride=*/1, TILE_STRIDE, b, width, c, width, add);
   }
 
   // Adds dS of the n keys of a tile to grad_bias, whose strides are 0 where it is broadcast.

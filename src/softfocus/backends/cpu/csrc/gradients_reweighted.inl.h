@@ -163,9 +163,9 @@ inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowV
   });
   for (int64_t e = 0; e < n; ++e) to[key[e]] = grad_phi[e];
   if (block.params.laser)
-    scatter_add<true>(grad_out + r * width, width, n, key, a, v, grad_values);
+    scatter_add</*LASER=*/true>(grad_out + r * width, width, n, key, a, v, grad_values);
   else
-    scatter_add<false>(grad_out + r * width, width, n, key, a, v, grad_values);
+    scatter_add</*LASER=*/false>(grad_out + r * width, width, n, key, a, v, grad_values);
 }
 
 // Turns g * inverse_spread of a row into dL/ds: adds mean_term, multiplies by phi'(s), adds the

@@ -22,7 +22,9 @@ class BlockOutput {
         row_log_u(block.params.laser ? block.max_row_stride : 0) {}
 
   // Computes the public members for a block whose weights are known.
-  void compute(const RowBlock<Phi>& block) { block.params.drop_below ? compute<true>(block) : compute<false>(block); }
+  void compute(const RowBlock<Phi>& block) {
+    block.params.drop_below ? compute</*DROPOUT=*/true>(block) : compute</*DROPOUT=*/false>(block);
+  }
 
   // What the weights of a tile multiply: V, with LASER e^(V - M). [n, stride] for the n <= BLOCK_K
   // keys that exist. It may be in a scratch buffer, which the next call overwrites.
@@ -175,10 +177,11 @@ class BlockOutput {
       }
       const T* v = values + (strip_keys.begin - start_k) * stride;
       if (strip_rows == MR)
-        product<MR>(vectors, depth, a, BLOCK_K, 1, v, stride, out + r * padded_value_dim, padded_value_dim, true);
+        product<MR>(vectors, depth, a, BLOCK_K, /*a_column_stride=*/1, v, stride, out + r * padded_value_dim,
+                    padded_value_dim, /*add=*/true);
       for (int64_t i = 0; i < strip_rows && strip_rows < MR; ++i)
-        product<1>(vectors, depth, a + i * BLOCK_K, BLOCK_K, 1, v, stride, out + (r + i) * padded_value_dim,
-                   padded_value_dim, true);
+        product<1>(vectors, depth, a + i * BLOCK_K, BLOCK_K, /*a_column_stride=*/1, v, stride,
+                   out + (r + i) * padded_value_dim, padded_value_dim, /*add=*/true);
     }
   }
 

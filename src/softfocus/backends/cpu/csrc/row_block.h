@@ -165,7 +165,7 @@ class RowBlock : public BlockVisibility {
     set_rows(b, h, first_q);
     key_data = &data;
     read_queries();
-    compute_scores(0, n_rows, false);
+    compute_scores(0, n_rows, /*keep_scores=*/false);
     for (int64_t r = 0; r < n_rows; ++r) finish_row(r);
     // Rows after the last one: no pass uses these values, but they are defined.
     for (int64_t r = n_rows; r < padded_rows(); ++r) weight_scale[r] = 0.0f, exp_tail[r] = false;

@@ -25,7 +25,7 @@ inline void RowBlock<Phi>::compute_log_u(int64_t r, float* row_log_u) {
   auto from_score = [&](vfloat s) { return log_u_of_score(r, s); };
   if (Phi::stored_stands_for_score && !exp_tail[r]) return each_vector(from_score);
   float kept_norm = norm[r], kept_maximum = maximum[r];
-  compute_scores(r, r + 1, true);
+  compute_scores(r, r + 1, /*keep_scores=*/true);
   norm[r] = kept_norm, maximum[r] = kept_maximum;
   each_vector(from_score);
   if (stores_shifted_exp(r)) return exponentiate_row(r);

@@ -50,9 +50,9 @@ inline void RowBlock<Phi>::compute_scores(int64_t first_row, int64_t stop_row, b
     for (int64_t r = first_row; r < stop_row; ++r) totals[r].add(phi_sums[r]), phi_sums[r] = vfloat{};
   };
   if (keep_scores || maximum_first)
-    score_rows<true>(first_row, stop_row, phi_sums, maxima, after_tile);
+    score_rows</*KEEP_SCORES=*/true>(first_row, stop_row, phi_sums, maxima, after_tile);
   else
-    score_rows<false>(first_row, stop_row, phi_sums, maxima, after_tile);
+    score_rows</*KEEP_SCORES=*/false>(first_row, stop_row, phi_sums, maxima, after_tile);
   for (int64_t r = first_row; r < stop_row; ++r) {
     totals[r].add(phi_sums[r]);
     norm[r] = float(totals[r].total()), maximum[r] = reduce_max(maxima[r]);

@@ -24,7 +24,7 @@ inline void RowBlock<Phi>::finish_row(int64_t r) {
     exponentiate_row(r);
   } else if (Phi::has_exp_tail && params.normaliser == L1 && maximum[r] < EXP_TAIL && std::isfinite(norm[r])) {
     exp_tail[r] = true;
-    compute_scores(r, r + 1, true);
+    compute_scores(r, r + 1, /*keep_scores=*/true);
     exponentiate_row(r);
   } else {
     log_norm[r] = std::log(norm[r]);
