@@ -100,8 +100,8 @@ class AmxRegisters {
 };
 
 // Dot products of 16 rows [AMX_ROWS, padded_width] with 16 N keys, written to C [AMX_ROWS, 16 N].
-// `keys` is what transpose_amx_pairs() wrote for 16 keys, N times:
-// [N, padded_width / AMX_DIMS, AMX_DIMS / 2, AMX_ROWS, 2]. Needs an AmxRegisters.
+// `keys` is what transpose_amx_pairs() wrote for 16 keys, N times: [N, padded_width / AMX_DIMS,
+// AMX_DIMS / 2, AMX_ROWS, 2]. Needs an AmxRegisters.
 template <int N>
 inline void amx_dots(const bfloat16* rows, int64_t padded_width, const bfloat16* keys, float* c, int64_t c_row_stride) {
   static_assert(N == 1 || N == 2);

@@ -16,7 +16,7 @@ struct ColumnShift {
   // Values above their M + LARGE_VALUE: of the block's tiles, or, if M is 0, of the whole key head
   std::vector<ValueIndex> large;
   bool zero_shift = false;  // M is 0
-  // True in the first pass over the tiles after choose(), in which exp_values() appends to `large`.
+  // True in the first pass over the tiles after choose(), in which shifted_exp_values() appends to `large`.
   // Later passes would append the same values again.
   bool record_large = false;
 
@@ -64,8 +64,8 @@ struct ColumnShift {
   // in `scratch`, which the next call overwrites. Calls values() for V [n, stride] only if M is not
   // 0.
   template <typename F>
-  RowView exp_values(const KeyHeadData& key_data, F&& values, int64_t first_key, int64_t n, int64_t padded_value_dim,
-                     int64_t value_dim) {
+  RowView shifted_exp_values(const KeyHeadData& key_data, F&& values, int64_t first_key, int64_t n,
+                             int64_t padded_value_dim, int64_t value_dim) {
     if (zero_shift) return {key_data.exp_values + first_key * padded_value_dim, padded_value_dim};
     RowView v = values();
     for (int64_t j = 0; j < n; ++j)

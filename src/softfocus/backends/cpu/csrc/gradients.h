@@ -42,7 +42,9 @@ class RowGradients {
  public:
   RowBlock<Phi> block;
 
-  // The lists of live keys fill only a part of their buffers, which therefore take no huge pages.
+  // With re-weighting the buffers of max_rows * max_row_stride elements hold the lists of live keys.
+  // The lists fill only a part of them, so that they take no huge pages. W elements for each row
+  // are slack for writes past the last list.
   explicit RowGradients(const Params& params)
       : block(params, rows_per_block(params, /*backward=*/true)),
         output(block),
@@ -52,14 +54,14 @@ class RowGradients {
         weights(params.reweighted ? 0 : BLOCK_Q * TILE_STRIDE),
         grad_scores(BLOCK_Q * TILE_STRIDE),
         key_scratch(BLOCK_K * block.padded_dim),
-        grad_exp_values(params.laser && !params.reweighted ? BLOCK_K * block.padded_value_dim : 0),
+        grad_shifted_exp_values(params.laser && !params.reweighted ? BLOCK_K * block.padded_value_dim : 0),
         grad_weights_data(block.max_rows * block.max_row_stride, /*huge_pages=*/!params.reweighted),
         list_keys(params.reweighted ? block.max_rows * block.max_row_stride : 0, /*huge_pages=*/false),
         list_u(params.reweighted ? block.max_rows * block.max_row_stride : 0, /*huge_pages=*/false),
         list_start(block.max_row_stride / BLOCK_K * BLOCK_Q),
         list_length(block.max_row_stride / BLOCK_K * BLOCK_Q) {
     if (params.laser) exact_terms.resize(BLOCK_Q * block.max_row_stride);
-    if (params.laser && !params.reweighted) exp_panels.resize(BLOCK_K * params.value_dim);
+    if (params.laser && !params.reweighted) shifted_exp_panels.resize(BLOCK_K * params.value_dim);
   }
 
   // Computes the gradients of the rows of a query head from start_q on. Adds to grad_keys [Lk,
@@ -92,13 +94,12 @@ class RowGradients {
   Buffer<float> key_scratch;     // [BLOCK_K, padded_dim], for keys that cannot be read in place
   // With LASER and without re-weighting: dL/d(e^(V - M)) of a tile, [BLOCK_K, padded_value_dim],
   // and e^(V - M) of a tile, [BLOCK_K / PANEL, Dv, PANEL]
-  Buffer<float> grad_exp_values, exp_panels;
+  Buffer<float> grad_shifted_exp_values, shifted_exp_panels;
   // dL/dA: without re-weighting an element for each score (grad_weights_row()), with re-weighting
   // one for each live key (grad_weights_of_lists())
   Buffer<float> grad_weights_data;
   // The live keys, counted from their tile's first. The lists of all rows follow one another.
-  // gather_live() writes up to W elements past the end of a list: W elements of slack at the very
-  // end are enough.
+  // gather_live() writes up to W elements past the end of a list.
   Buffer<uint8_t> list_keys;
   // u of the live keys, negative where dropout drops the weight; same indices
   Buffer<float> list_u;
@@ -168,7 +169,7 @@ class RowGradients {
 
   // gradients_dense.inl.h
   void compute_dense_grad_weights();
-  void pack_exp_values(int64_t start_k);
+  void pack_shifted_exp_values(int64_t start_k);
   void clear_row(float* to, int64_t r, int64_t start_k);
   void set_seen_to_nan(float* row, int64_t r, int64_t start_k) const;
   void dense_grad_scores(int64_t r, int64_t start_k);
@@ -192,20 +193,20 @@ class RowGradients {
     int64_t first_key = block.key_begin + start_k, stop_key = std::min(first_key + BLOCK_K, params.key_length),
             n = stop_key - first_key;
     RowView k = view_keys(params, *block.key_data, block.batch_index, block.key_head, first_key, stop_key, key_scratch);
-    RowView exp_values{nullptr, 0};
-    if (params.laser) exp_values = output.tile_operand(block, start_k);
+    RowView shifted_exp_values{nullptr, 0};
+    if (params.laser) shifted_exp_values = output.prepare_tile_operand(block, start_k);
     for (int64_t strip = 0; strip < block.padded_rows() / MR; ++strip)
       strip_keys[strip] = block.strip_range(strip * MR, start_k);
     float *tile_grad_keys = grad_keys + first_key * block.padded_dim,
           *tile_grad_values = grad_values + first_key * block.padded_value_dim;
     if (params.reweighted)
-      params.drop_below ? listed_grad_scores</*DROPOUT=*/true>(start_k, exp_values, tile_grad_values)
-                        : listed_grad_scores</*DROPOUT=*/false>(start_k, exp_values, tile_grad_values);
+      params.drop_below ? listed_grad_scores</*DROPOUT=*/true>(start_k, shifted_exp_values, tile_grad_values)
+                        : listed_grad_scores</*DROPOUT=*/false>(start_k, shifted_exp_values, tile_grad_values);
     else
       for (int64_t r = 0; r < block.padded_rows(); ++r) dense_grad_scores(r, start_k);
     if (grads.grad_bias.data) add_bias_gradient(start_k, n, grads.grad_bias);
     add_query_gradients(start_k, n, k);
-    add_key_gradients(start_k, n, tile_grad_keys, tile_grad_values, exp_values);
+    add_key_gradients(start_k, n, tile_grad_keys, tile_grad_values, shifted_exp_values);
   }
 
   // dQ += dS K for the n keys of a tile, strip by strip; write_query_gradients() multiplies by c_i
@@ -226,7 +227,7 @@ class RowGradients {
   // (listed_grad_scores()). For the n keys of a tile, MR at a time and then one by one: to_keys [n,
   // padded_dim], to_values [n, padded_value_dim]. The sum runs from the first to the last strip
   // that sees one of them.
-  void add_key_gradients(int64_t start_k, int64_t n, float* to_keys, float* to_values, RowView exp_values) {
+  void add_key_gradients(int64_t start_k, int64_t n, float* to_keys, float* to_values, RowView shifted_exp_values) {
     int64_t width = block.padded_dim, padded_value_dim = block.padded_value_dim;
     bool laser = block.params.laser, dense = !block.params.reweighted;
     bool all_keys = true;  // every strip sees the whole tile
@@ -243,14 +244,14 @@ class RowGradients {
       transposed_product(step, grad_scores + begin_q * TILE_STRIDE + j, depth, scaled_queries + begin_q * width, width,
                          to_keys + j * width, /*add=*/true);
       if (!dense) continue;
-      float* to = laser ? grad_exp_values + j * padded_value_dim : to_values + j * padded_value_dim;
+      float* to = laser ? grad_shifted_exp_values + j * padded_value_dim : to_values + j * padded_value_dim;
       transposed_product(step, weights + begin_q * TILE_STRIDE + j, depth, grad_out + begin_q * padded_value_dim,
                          padded_value_dim, to, /*add=*/!laser);
       for (int64_t i = j; i < j + step && laser; ++i)
         for (int64_t d = 0; d < padded_value_dim; d += W) {
           float* target = to_values + i * padded_value_dim + d;
-          store(target, load(target) + load(grad_exp_values + i * padded_value_dim + d) *
-                                           load(exp_values.data + i * exp_values.stride + d));
+          store(target, load(target) + load(grad_shifted_exp_values + i * padded_value_dim + d) *
+                                           load(shifted_exp_values.data + i * shifted_exp_values.stride + d));
         }
     }
   }

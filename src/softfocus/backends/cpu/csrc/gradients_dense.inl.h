@@ -19,8 +19,8 @@ inline void RowGradients<Phi>::compute_dense_grad_weights() {
   block.each_tile([&](int64_t start_k) {
     const float* panels = block.key_data->value_panels + (block.key_begin + start_k) * params.value_dim;
     if (params.laser && !output.column_shift.zero_shift) {
-      pack_exp_values(start_k);
-      panels = exp_panels;
+      pack_shifted_exp_values(start_k);
+      panels = shifted_exp_panels;
     }
     for (int64_t panel = start_k; panel < start_k + BLOCK_K; panel += PANEL)
       for (int64_t r = 0; r < block.n_rows; r += MR) {
@@ -62,16 +62,17 @@ inline void RowGradients<Phi>::compute_dense_grad_weights() {
   }
 }
 
-// Packs e^(V - M) of a tile in exp_panels; the keys that fill the last panel are 0.
+// Packs e^(V - M) of a tile in shifted_exp_panels; the keys that fill the last panel are 0.
 template <typename Phi>
-inline void RowGradients<Phi>::pack_exp_values(int64_t start_k) {
+inline void RowGradients<Phi>::pack_shifted_exp_values(int64_t start_k) {
   int64_t value_dim = block.params.value_dim;
-  RowView v = output.tile_operand(block, start_k);
+  RowView v = output.prepare_tile_operand(block, start_k);
   int64_t n = std::min(BLOCK_K, block.params.key_length - block.key_begin - start_k);
   Buffer<float>& scratch = output.column_shift.scratch;  // the buffer that v points into
   std::fill(scratch + n * v.stride, scratch + BLOCK_K * v.stride, 0.0f);
   for (int64_t j = 0; j < BLOCK_K; j += W)
-    transpose_rows(v.data + j * v.stride, v.stride, value_dim, exp_panels + j / PANEL * PANEL * value_dim + j % PANEL);
+    transpose_rows(v.data + j * v.stride, v.stride, value_dim,
+                   shifted_exp_panels + j / PANEL * PANEL * value_dim + j % PANEL);
 }
 
 // Sets row r of a scratch tile `to` [BLOCK_Q, TILE_STRIDE] to 0, unless all of it will be written.
@@ -110,27 +111,26 @@ inline void RowGradients<Phi>::dense_grad_scores(int64_t r, int64_t start_k) {
   vfloat scale = splat(block.weight_scale[r]), delta_i = splat(delta[r]),
          grad_scale = constant_weights(r) ? vfloat{} : scale;
   block.with_row_phi(r, [&](auto phi) {
-    auto vectors = [&](int64_t j, auto count) {
-      constexpr int N = decltype(count)::value;
+    auto convert_vectors = [&](int64_t first, auto n_vectors) {
+      constexpr int N = decltype(n_vectors)::value;
       vfloat x[N], f[N];
-      unroll<N>([&](int i) { x[i] = load(stored + j + i * W); });
+      unroll<N>([&](int i) { x[i] = load(stored + first + i * W); });
       unroll<N>([&](int i) { f[i] = phi.value(x[i]); });
       phi.derivative(x);  // x is phi'(s) from here on
       unroll<N>([&](int i) {
-        vfloat da_j = load(da + j + i * W);
-        vfloat grad_phi = (da_j - delta_i) * grad_scale;
+        int64_t j = first + i * W;
+        vfloat grad_phi = (load(da + j) - delta_i) * grad_scale;
         // 0 for a key that the row does not see, whatever dA and delta are
         vfloat grad_s = x[i] == 0.0f ? vfloat{} : grad_phi * x[i];
-        if (has_exact[r] && !constant_weights(r)) {
-          grad_s += load(exact_terms + r * block.row_stride + j + i * W) * phi.log_derivative(load(stored + j + i * W));
-        }
-        store(a + (j - start_k) + i * W, f[i] * scale);
-        store(ds + (j - start_k) + i * W, grad_s);
+        if (has_exact[r] && !constant_weights(r))
+          grad_s += load(exact_terms + r * block.row_stride + j) * phi.log_derivative(load(stored + j));
+        store(a + (j - start_k), f[i] * scale);
+        store(ds + (j - start_k), grad_s);
       });
     };
     int64_t j = keys.begin;
-    for (; j + 4 * W <= keys.end; j += 4 * W) vectors(j, std::integral_constant<int, 4>{});
-    for (; j < keys.end; j += W) vectors(j, std::integral_constant<int, 1>{});
+    for (; j + UNROLL * W <= keys.end; j += UNROLL * W) convert_vectors(j, std::integral_constant<int, UNROLL>{});
+    for (; j < keys.end; j += W) convert_vectors(j, std::integral_constant<int, 1>{});
   });
   if (params.drop_below) block.apply_dropout(r, keys, a + (keys.begin - start_k));
 }

@@ -24,7 +24,7 @@ inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors
   // of dL/dA past the end of a list are overwritten when the next list is computed.
   int64_t next = 0;  // where the next list begins
   block.each_tile([&](int64_t start_k) {
-    RowView v = output.tile_operand(block, start_k);
+    RowView v = output.prepare_tile_operand(block, start_k);
     for (int64_t first_row = 0; first_row < block.n_rows; first_row += LISTS) {
       int64_t stop_row = std::min(first_row + LISTS, block.n_rows);
       for (int64_t r = first_row; r < stop_row; ++r) {
@@ -181,29 +181,30 @@ inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k
   vfloat mean = splat(mean_term[r]);
   bool add_exact = has_exact[r] && !constant_weights(r);
   block.with_row_phi(r, [&](auto phi) {
-    auto vectors = [&](int64_t j, auto count) {
-      constexpr int N = decltype(count)::value;
+    auto convert_vectors = [&](int64_t first, auto n_vectors) {
+      constexpr int N = decltype(n_vectors)::value;
       vfloat x[N];
-      unroll<N>([&](int i) { x[i] = load(stored + j + i * W); });
+      unroll<N>([&](int i) { x[i] = load(stored + first + i * W); });
       phi.derivative(x);  // x is phi'(s) from here on
       unroll<N>([&](int i) {
+        int64_t j = first + i * W;
         // 0 where phi' is 0, as for a key that the row does not see, even if delta or mean_term is
         // NaN
-        vfloat grad_s = x[i] == 0.0f ? vfloat{} : x[i] * (load(ds + (j - start_k) + i * W) + mean);
+        vfloat grad_s = x[i] == 0.0f ? vfloat{} : x[i] * (load(ds + (j - start_k)) + mean);
         if (add_exact) {
-          vfloat term = load(exact_terms + r * block.row_stride + j + i * W);
+          vfloat term = load(exact_terms + r * block.row_stride + j);
           // d log u / ds is phi' / (phi - threshold). Without a threshold it is phi' / phi, which
           // log_derivative() gives even where phi underflows.
-          vfloat stored_j = load(stored + j + i * W), log_derivative = phi.log_derivative(stored_j);
+          vfloat stored_j = load(stored + j), log_derivative = phi.log_derivative(stored_j);
           if (block.threshold[r] != 0.0f) log_derivative = x[i] / (phi.value(stored_j) - block.threshold[r]);
           grad_s += term == 0.0f ? vfloat{} : term * (block.power[r] * log_derivative);
         }
-        store(ds + (j - start_k) + i * W, grad_s);
+        store(ds + (j - start_k), grad_s);
       });
     };
     int64_t j = keys.begin;
-    for (; j + 4 * W <= keys.end; j += 4 * W) vectors(j, std::integral_constant<int, 4>{});
-    for (; j < keys.end; j += W) vectors(j, std::integral_constant<int, 1>{});
+    for (; j + UNROLL * W <= keys.end; j += UNROLL * W) convert_vectors(j, std::integral_constant<int, UNROLL>{});
+    for (; j < keys.end; j += W) convert_vectors(j, std::integral_constant<int, 1>{});
   });
 }
 

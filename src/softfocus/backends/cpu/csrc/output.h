@@ -19,7 +19,7 @@ class BlockOutput {
       : out(BLOCK_Q * block.padded_value_dim),
         value_scratch(BLOCK_K * block.padded_value_dim),
         weights(MR * BLOCK_K),
-        row_log_u(block.params.laser ? block.max_row_stride : 0) {}
+        row_log_u(block.params.laser ? block.max_padded_keys() : 0) {}
 
   // Computes the public members for a block whose weights are known.
   void compute(const RowBlock<Phi>& block) {
@@ -27,8 +27,9 @@ class BlockOutput {
   }
 
   // What the weights of a tile multiply: V, with LASER e^(V - M). [n, stride] for the n <= BLOCK_K
-  // keys that exist. It may be in a scratch buffer, which the next call overwrites.
-  RowView tile_operand(const RowBlock<Phi>& block, int64_t start_k) {
+  // keys that exist. It may be in a scratch buffer, which the next call overwrites. With LASER and M
+  // not 0, the first pass over the tiles after choose() also records the large values.
+  RowView prepare_tile_operand(const RowBlock<Phi>& block, int64_t start_k) {
     const Params& params = block.params;
     int64_t first_key = block.key_begin + start_k, stop_key = std::min(first_key + BLOCK_K, params.key_length);
     auto values = [&] {
@@ -36,12 +37,12 @@ class BlockOutput {
                          value_scratch);
     };
     if (!params.laser) return values();
-    return column_shift.exp_values(*block.key_data, values, first_key, stop_key - first_key, block.padded_value_dim,
-                                   params.value_dim);
+    return column_shift.shifted_exp_values(*block.key_data, values, first_key, stop_key - first_key,
+                                           block.padded_value_dim, params.value_dim);
   }
 
   // Calls f(r, column, keys, log_u) for each exact sum, row by row; `keys` are the row's
-  // WeightedKeys, log_u [row_stride - W] is what RowBlock::compute_log_u() writes.
+  // WeightedKeys, log_u [padded_keys()] is what RowBlock::compute_log_u() writes.
   template <typename F>
   void each_exact_sum(RowBlock<Phi>& block, F&& f) {
     const Params& params = block.params;
@@ -81,7 +82,7 @@ class BlockOutput {
   // [BLOCK_K, padded_value_dim], values of a tile that cannot be read in place
   Buffer<float> value_scratch;
   Buffer<float> weights;    // [MR, BLOCK_K], the weights of a strip in a tile
-  Buffer<float> row_log_u;  // [row_stride - W], for LASER: log u of a row (compute_log_u())
+  Buffer<float> row_log_u;  // [padded_keys()], for LASER: log u of a row (compute_log_u())
   WeightedKeys weighted_keys;
 
   // DROPOUT is a template argument because listing live keys takes most of the time: a test inside
@@ -111,7 +112,7 @@ class BlockOutput {
     int64_t padded_value_dim = block.padded_value_dim;
     DoubleSum row_sums[BLOCK_Q];
     block.each_tile([&](int64_t start_k) {
-      RowView v = tile_operand(block, start_k);
+      RowView v = prepare_tile_operand(block, start_k);
       for (int64_t r = 0; r < block.n_rows; r += LISTS) {
         // Rows after n_rows have empty lists. Their `out` is not used.
         live.template gather<DROPOUT>(block, r, start_k);
@@ -137,7 +138,7 @@ class BlockOutput {
                          row_pointer<decltype(element)>(value, block.batch_index, block.key_head, first_key),
                          value.stride[2]);
         });
-      RowView v = tile_operand(block, start_k);
+      RowView v = prepare_tile_operand(block, start_k);
       add_dense_tile(block, start_k, v.data, v.stride);
     });
   }

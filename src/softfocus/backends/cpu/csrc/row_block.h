@@ -151,10 +151,10 @@ class RowBlock : public BlockVisibility {
       : BlockVisibility(call, most_rows),
         padded_dim(round_up(params.head_dim, W)),
         padded_value_dim(round_up(params.value_dim, W)),
-        stored(max_rows * (max_row_stride - W)),  // whole tiles; the stride has W more
+        stored(max_rows * max_padded_keys()),
         queries(BLOCK_Q * padded_dim),
         amx_queries(uses_amx(params) ? BLOCK_Q * round_up(params.head_dim, AMX_DIMS) : 0),
-        dropout(params, max_rows, max_row_stride - W),
+        dropout(params, max_rows, max_padded_keys()),
         amx(uses_amx(params)),
         maximum_first(Phi::shifted_by_maximum && params.normaliser == L1),
         decode_dots(params, padded_dim) {}
@@ -186,6 +186,11 @@ class RowBlock : public BlockVisibility {
   }
   float* tile_row(int64_t r, int64_t start_k) { return tile_row<float>(stored, r, start_k); }
   const float* tile_row(int64_t r, int64_t start_k) const { return tile_row<const float>(stored, r, start_k); }
+
+  // The first element of row r in the next tile, which need not exist
+  const float* next_tile_row(int64_t r, int64_t start_k) const {
+    return tile_row(r, start_k + BLOCK_K) + (start_k + BLOCK_K);
+  }
 
   // Calls f(phi) with the phi that turns a row's stored scores into values.
   template <typename F>
@@ -258,7 +263,7 @@ class RowBlock : public BlockVisibility {
     KeyRange strip_keys = strip_range(r, start_k);
     const float* row = tile_row(r, start_k);
     // Prefetches this row of the next tile into the second-level cache: it is used one tile later.
-    for (int64_t j = 0; j < BLOCK_K; j += LINE_FLOATS) __builtin_prefetch(row + start_k + max_rows * BLOCK_K + j, 0, 2);
+    for (int64_t j = 0; j < BLOCK_K; j += LINE_FLOATS) __builtin_prefetch(next_tile_row(r, start_k) + j, 0, 2);
     vfloat limit = splat(live_threshold[r]);
     auto to_u = phi_to_u(r);
     with_row_phi(r, [&](auto phi) {
@@ -309,7 +314,7 @@ class RowBlock : public BlockVisibility {
   void score_tile(int64_t first_row, int64_t stop_row, int64_t start_k, vfloat* phi_sums, vfloat* maxima);
   void strip_dots(int64_t r, int64_t start_k, KeyRange strip_keys, bool one_row);
   void amx_tile_dots(int64_t first_row, int64_t stop_row, int64_t start_k);
-  static void prefetch_strip(float* to);
+  static void prefetch_strip(const float* to);
   KeyRange range_visible_to_all(int64_t r, KeyRange range) const;
   template <bool KEEP_SCORES>
   void convert_strip(int64_t r, int64_t start_k, KeyRange range, vfloat* phi_sums, vfloat* maxima);

@@ -6,14 +6,14 @@
 
 namespace softfocus {
 
-// Writes log u of a row to row_log_u [row_stride - W], by offset j; -inf for each key that the row
+// Writes log u of a row to row_log_u [padded_keys()], by offset j; -inf for each key that the row
 // does not see. With a threshold it is computed from the stored scores. Without one u is phi times
 // a constant of the row and may underflow, so that log u is computed from the scores s. If the
 // block stores phi(s) or e^(s - m), s is computed again, and the stored form is restored at the
 // end.
 template <typename Phi>
 inline void RowBlock<Phi>::compute_log_u(int64_t r, float* row_log_u) {
-  std::fill(row_log_u, row_log_u + (row_stride - W), -INF);
+  std::fill(row_log_u, row_log_u + padded_keys(), -INF);
   auto each_vector = [&](auto log) {
     each_tile([&](int64_t start_k) {
       KeyRange strip_keys = strip_range(r, start_k);

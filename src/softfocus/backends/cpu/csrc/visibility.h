@@ -71,11 +71,10 @@ class BlockVisibility {
   // [key_begin, key_end): from the first to the last key that the window lets some row see.
   // key_begin is rounded down to a multiple of BLOCK_K.
   int64_t key_begin = 0, key_end = 0;
-  // Elements between rows of `visible`, and of other arrays over all keys
+  // Elements from one row to the next of `visible` and of RowGradients::exact_terms
   int64_t row_stride = 0;
-  int64_t max_rows = 0;  // the most rows of a block; a multiple of MR
-  // The largest row_stride of a block: whole tiles, and W more
-  int64_t max_row_stride = 0;
+  int64_t max_rows = 0;                                // the most rows of a block; a multiple of MR
+  int64_t max_row_stride = 0;                          // the largest row_stride of a block
   int64_t window_begin[BLOCK_Q], window_end[BLOCK_Q];  // the keys that the window lets each row see
   float count[BLOCK_Q];                                // N_i
   bool fully_masked[BLOCK_Q];
@@ -105,6 +104,9 @@ class BlockVisibility {
   }
 
   int64_t padded_rows() const { return round_up(n_rows, MR); }
+  // The keys of the block, and the most keys of a block, in whole tiles
+  int64_t padded_keys() const { return row_stride - W; }
+  int64_t max_padded_keys() const { return max_row_stride - W; }
 
   // Calls f(start_k) for each tile from key_begin to key_end, except those that the masks hide from
   // all rows.
