@@ -19,9 +19,14 @@
 // an exact sum this quotient may overflow. There it is set to 0, so that dA_j lacks the columns
 // with an exact sum. Their part of A_j dA_j is finite. It is kept as the exact term
 //     X_j = sum_d dO_d A_j e^(v_jd - out_d)                       over the exact sums d of the row
-// and is added to A_j dA_j wherever that product occurs:
+// and is added to A_j dA_j wherever that product occurs. In the formulas above it does, because
+// weight_scale is A_j / phi(s_j), and u_j^(p-1) / sum u^p is A_j / u_j:
 //     D = sum_j (A_j dA_j + X_j)
-//     A_j (dA_j - D) + X_j in place of A_j (dA_j - D), in dS, g and dL/dp
+//     dS_j = (A_j (dA_j - D) + X_j) phi'(s_j) / phi(s_j)          without re-weighting
+//     g_j = p (A_j (dA_j - D) + X_j) / u_j                        with it
+//     dL/dp = sum_j (A_j (dA_j - D) + X_j) log u_j
+// du_j/ds_j is inverse_spread * phi'(s_j). With re-weighting X_j therefore enters dS_j as
+// p X_j phi'(s_j) / (phi(s_j) - threshold), and all dS of the row through mean(g).
 #pragma once
 
 #include "output.h"

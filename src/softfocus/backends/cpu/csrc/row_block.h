@@ -206,8 +206,9 @@ class RowBlock : public BlockVisibility {
   // For rows without re-weighting: whether the products read the stored scores of a row in place of
   // its weights; weight_scale then multiplies the output. exp, and softplus in rows whose scores
   // are all below EXP_TAIL, store e^(s - m). Other rows of softplus store phi. relu and relu6 store
-  // phi, too, but their products always read weights. A fully masked row stores zeros, so that its
-  // output is 0 in both ways.
+  // phi, too, but their products read weights: chosen, not measured. A fully masked row has norm 0,
+  // outside the safe range, but stores zeros. It counts as one that reads stored scores, so that it
+  // does not force the copy on its strip (fill_weights()).
   bool reads_stored_as_weights(int64_t r) const {
     return !params.drop_below && params.normaliser == L1 &&
            (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>) && (norm_in_safe_range(r) || fully_masked[r]);

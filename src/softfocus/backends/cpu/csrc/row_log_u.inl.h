@@ -1,5 +1,6 @@
 // Part of class RowBlock; included by row_block.h. Logarithms of u, for LASER's exact sums. Without
-// re-weighting u is the value of the stored score, in tied rows that times a power of two.
+// re-weighting u is the value of the stored score. In a tied row u is that value times a power of
+// two.
 #pragma once
 
 #include "row_block.h"
@@ -43,7 +44,7 @@ inline bool RowBlock<Phi>::has_weight(int64_t r, int64_t key) const {
   static_assert(!Phi::has_zeros || Phi::stored_stands_for_score, "a phi with zeros has a log_value() of stored scores");
   int64_t j = key - key_begin, vector_begin = j / W * W;
   vfloat x = load(tile_row(r, j / BLOCK_K * BLOCK_K) + vector_begin);
-  // With threshold 0 Phi has zeros here, so that log_value() may take the stored score.
+  // With threshold 0 only a phi with zeros gets here. Its log_value() takes the stored score.
   return (threshold[r] == 0.0f ? Phi::log_value(x) : log_u_of_stored(r, x))[j - vector_begin] != -INF;
 }
 

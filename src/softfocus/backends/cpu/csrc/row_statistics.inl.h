@@ -42,8 +42,8 @@ inline void RowBlock<Phi>::finish_row(int64_t r) {
   if (params.reweighted) set_reweighting(r);
 }
 
-// Threshold, spread and power of a row. A tied row and a non-finite row keep threshold 0 and p = 1:
-// their weights are those of the l1 norm.
+// Threshold, spread and power of a row. A tied row keeps threshold 0 and p = 1, so that its weights
+// are those of the l1 norm. A non-finite row keeps them, too; its output is NaN.
 template <typename Phi>
 inline void RowBlock<Phi>::set_reweighting(int64_t r) {
   if (!std::isfinite(norm[r])) {

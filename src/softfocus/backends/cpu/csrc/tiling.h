@@ -7,6 +7,10 @@
 //
 // One loop keeps [MR, PANEL] sums in registers. W floats are a vector (vector.h); ranges of keys
 // are whole vectors.
+//
+// start_k and j are offsets of keys from the block's key_begin. first_key, stop_key and key are
+// indices of keys in the tensor, and start_q is the index of a query. Keys in a list of live keys
+// are counted from their tile's first.
 #pragma once
 
 #include "vector.h"

@@ -54,9 +54,8 @@ struct KeyRange {
   int64_t vectors() const { return (end - begin) / W; }
 };
 
-// How much the masks hide of the part of a tile that is inside the window: all, some, nothing. A
-// tile that only the window cuts is MASK_NONE: strip_range() keeps what the window lets at least
-// one row of a strip see, and range_visible_to_all() and convert_row() cut the rows.
+// What the masks hide of a tile. Keys outside the window do not count: a tile that only the window
+// cuts is MASK_NONE. strip_range(), range_visible_to_all() and convert_row() apply the window.
 enum TileMask : uint8_t { MASK_ALL, MASK_SOME, MASK_NONE };
 
 // A block of query rows and the keys that it sees. The offset j of a key counts from key_begin;
