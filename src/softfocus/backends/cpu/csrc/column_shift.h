@@ -84,8 +84,8 @@ struct ColumnShift {
     if (begin >= end || !block.masks_given) return {};
     std::vector<uint8_t> visible_to_all(end - begin, 1);
     for (int64_t r = 0; r < block.n_rows; ++r)
-      for (int64_t j = 0; j < end - begin && !block.fully_masked[r]; ++j)
-        visible_to_all[j] &= uint8_t(block.sees(r, begin + j));
+      if (!block.fully_masked[r])
+        for (int64_t j = 0; j < end - begin; ++j) visible_to_all[j] &= uint8_t(block.sees(r, begin + j));
     return visible_to_all;
   }
 };

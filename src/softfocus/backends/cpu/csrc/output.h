@@ -12,7 +12,8 @@ class BlockOutput {
  public:
   Buffer<float> out;                 // [BLOCK_Q, padded_value_dim]
   float inverse_power_sum[BLOCK_Q];  // 1 / sum u^p of re-weighted rows; sums of tiles in float
-  bool zero_weights[BLOCK_Q];        // rows whose weights are all 0; with the l1 norm only
+  // Rows that are fully masked or without weights; with the l1 norm only
+  bool zero_weights[BLOCK_Q];
   ColumnShift column_shift;
 
   explicit BlockOutput(const RowBlock<Phi>& block)
@@ -50,14 +51,15 @@ class BlockOutput {
     std::vector<uint8_t> has_weight(block.n_rows);                        // of last_key, by row
     int64_t last_key = -1;
     for (auto [key, d] : column_shift.large) {  // the entries of a key come together
-      for (int64_t r = 0; r < block.n_rows && key != last_key; ++r)
-        has_weight[r] = !block.fully_masked[r] && block.sees(r, key) && block.has_weight(r, key);
+      if (key != last_key)
+        for (int64_t r = 0; r < block.n_rows; ++r)
+          has_weight[r] = !block.fully_masked[r] && block.sees(r, key) && block.has_weight(r, key);
       last_key = key;
       for (int64_t r = 0; r < block.n_rows; ++r)
         if (has_weight[r]) sees_large[r * params.value_dim + d] = 1;
     }
     for (int64_t r = 0; r < block.n_rows; ++r) {
-      if (zero_weights[r] || block.fully_masked[r] || !std::isfinite(block.norm[r])) continue;
+      if (zero_weights[r] || !std::isfinite(block.norm[r])) continue;
       bool ready = false;
       // A phi below 1e-38 underflows. Relative to norm that is a weight of 1e-38 / norm, so the
       // limit grows as 1 / norm. Re-weighted rows need no such factor: their largest u^p is 1, in
@@ -191,17 +193,20 @@ class BlockOutput {
   float add_live_values(const RowBlock<Phi>& block, int64_t r);
 
   // Applies the factors that the products left out: 1 / sum u^p and the dropout scale, or
-  // weight_scale.
+  // weight_scale. Other rows without re-weighting have had weight_scale and dropout applied to each
+  // phi: factor 1.
   void scale_row(const RowBlock<Phi>& block, int64_t r, float power_sum) {
     float factor = 1.0f;
     inverse_power_sum[r] = 1.0f;
     zero_weights[r] = block.params.normaliser == L1 && block.log_norm[r] == -INF;
-    if (block.params.reweighted && !std::isfinite(block.norm[r]))
+    if (block.params.reweighted && !std::isfinite(block.norm[r])) {
       factor = std::numeric_limits<float>::quiet_NaN();  // u and its sum may be finite
-    else if (block.params.reweighted)
-      factor = (inverse_power_sum[r] = power_sum == 0.0f ? 1.0f : 1.0f / power_sum) * block.dropout.keep_scale;
-    else if (block.reads_stored_as_weights(r))
+    } else if (block.params.reweighted) {
+      inverse_power_sum[r] = power_sum == 0.0f ? 1.0f : 1.0f / power_sum;
+      factor = inverse_power_sum[r] * block.dropout.keep_scale;
+    } else if (block.reads_stored_as_weights(r)) {
       factor = block.weight_scale[r];
+    }
     float* row = out + r * block.padded_value_dim;
     for (int64_t d = 0; d < block.padded_value_dim; d += W) store(row + d, load(row + d) * factor);
   }

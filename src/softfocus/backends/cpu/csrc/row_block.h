@@ -173,8 +173,9 @@ class RowBlock : public BlockVisibility {
     dropout.generate(*this);
     // If dropout drops the largest weights of a row, small ones count. The limit is therefore
     // relative to the largest kept u.
-    for (int64_t r = 0; r < n_rows && params.reweighted; ++r)
-      if (live_threshold[r] > 0.0f) live_threshold[r] *= largest_kept_u(r);
+    if (params.reweighted)
+      for (int64_t r = 0; r < n_rows; ++r)
+        if (live_threshold[r] > 0.0f) live_threshold[r] *= largest_kept_u(r);
   }
 
   // Row r of the tile at start_k of x [tiles, max_rows, BLOCK_K]: a pointer p such that p[j] is the
