@@ -12,8 +12,6 @@
 // row are multiplied by a number. The term o mean(g) comes from the threshold o sum_k phi_k / N:
 // each phi lowers every u. dL/dp follows from dA_j/dp = A_j (log u_j - sum_k A_k log u_k): u does
 // not depend on p.
-// gradients_dense.inl.h computes rows without re-weighting, over all keys.
-// gradients_reweighted.inl.h computes re-weighted rows, over lists of live keys.
 //
 // LASER (gradients_laser.inl.h): dL/d(A e^(V - M)) = dO / (A e^(V - M)) takes the place of dO. For
 // an exact sum this quotient may overflow. There it is set to 0, so that dA_j lacks the columns
@@ -47,9 +45,8 @@ class RowGradients {
  public:
   RowBlock<Phi> block;
 
-  // With re-weighting the buffers of max_rows * max_row_stride elements hold the lists of live keys.
-  // The lists fill only a part of them, so that they take no huge pages. W elements for each row
-  // are slack for writes past the last list.
+  // The lists of live keys fill only a part of their buffers, which therefore take no huge pages.
+  // In max_row_stride W elements for each row are slack for writes past the last list.
   explicit RowGradients(const Params& params)
       : block(params, rows_per_block(params, /*backward=*/true)),
         output(block),
@@ -174,14 +171,23 @@ class RowGradients {
 
   // gradients_dense.inl.h
   void compute_dense_grad_weights();
+  void add_delta_terms(int64_t r, int64_t start_k, KeyRange keys, vfloat& delta_sum, vfloat& n_positive);
   void pack_shifted_exp_values(int64_t start_k);
   void clear_row(float* to, int64_t r, int64_t start_k);
   void set_seen_to_nan(float* row, int64_t r, int64_t start_k) const;
   void dense_grad_scores(int64_t r, int64_t start_k);
 
   // gradients_reweighted.inl.h
+  struct RowSums {  // over the live keys of a row; _da: each term times dA
+    // For delta, sum g and dL/dp: sums of u^p, u^(p-1) and u^p log u
+    DoubleSum u_p, u_p_da, u_pm1, u_pm1_da, u_p_log, u_p_log_da;
+    int64_t n_live = 0;
+  };
   template <bool DROPOUT>
   void compute_listed_grad_weights(const GradientTensors& grads);
+  template <bool DROPOUT>
+  void add_to_row_sums(float power, const float* u_list, int64_t n, bool with_log, float* da, RowSums& sum) const;
+  void finish_listed_row(int64_t r, const RowSums& sum, bool with_log);
   float u_at(int64_t r, int64_t j) const;
   void add_exact_terms(int64_t r, double& delta_i, double& exact_over_u);
   // listed_grad_scores() computes dL/ds and also adds dV, in scatter_grad_phi().
@@ -219,46 +225,58 @@ class RowGradients {
     int64_t width = block.padded_dim;
     for (int64_t r = 0; r < block.n_rows; r += MR) {
       KeyRange keys = strip_keys[r / MR];
+      if (keys.empty()) continue;
       int64_t skip = keys.begin - start_k, depth = std::min(keys.end - start_k, n) - skip;
-      if (!keys.empty())
-        product<MR>(width / W, depth, grad_scores + r * TILE_STRIDE + skip, TILE_STRIDE,
-                    /*a_column_stride=*/1, k.data + skip * k.stride, k.stride, grad_queries + r * width, width,
-                    /*add=*/true);
+      product<MR>(width / W, depth, grad_scores + r * TILE_STRIDE + skip, TILE_STRIDE, /*a_column_stride=*/1,
+                  k.data + skip * k.stride, k.stride, grad_queries + r * width, width, /*add=*/true);
     }
   }
 
   // dK += dS^T (c Q). Without re-weighting also dV += A^T dO; with LASER dV += (A^T G) * e^(V - M),
   // G = dL/d(A e^(V - M)), which is in grad_out. Re-weighted rows have added their dV already
   // (listed_grad_scores()). For the n keys of a tile, MR at a time and then one by one: to_keys [n,
-  // padded_dim], to_values [n, padded_value_dim]. The sum runs from the first to the last strip
-  // that sees one of them.
+  // padded_dim], to_values [n, padded_value_dim].
   void add_key_gradients(int64_t start_k, int64_t n, float* to_keys, float* to_values, RowView shifted_exp_values) {
     int64_t width = block.padded_dim, padded_value_dim = block.padded_value_dim;
-    bool laser = block.params.laser, dense = !block.params.reweighted;
+    bool laser = block.params.laser;
     bool all_keys = true;  // every strip sees the whole tile
     for (int64_t strip = 0; strip < block.padded_rows() / MR; ++strip)
       all_keys &= strip_keys[strip].begin == start_k && strip_keys[strip].end == start_k + BLOCK_K;
-    for (int64_t j = 0, step; j < n; j += step) {
-      step = j + MR <= n ? MR : 1;
-      int64_t begin_q = all_keys ? 0 : BLOCK_Q, end_q = all_keys ? block.padded_rows() : 0;
-      for (int64_t r = 0; r < block.n_rows && !all_keys; r += MR)
-        if (strip_keys[r / MR].begin < start_k + j + step && strip_keys[r / MR].end > start_k + j)
-          begin_q = std::min(begin_q, r), end_q = r + MR;
-      if (begin_q >= end_q) continue;
-      int64_t depth = end_q - begin_q;
-      transposed_product(step, grad_scores + begin_q * TILE_STRIDE + j, depth, scaled_queries + begin_q * width, width,
-                         to_keys + j * width, /*add=*/true);
-      if (!dense) continue;
+    for (int64_t j = 0, n_keys; j < n; j += n_keys) {
+      n_keys = j + MR <= n ? MR : 1;
+      auto [begin_row, stop_row] =
+          all_keys ? std::pair(int64_t(0), block.padded_rows()) : rows_that_see(start_k, j, n_keys);
+      if (begin_row >= stop_row) continue;
+      int64_t depth = stop_row - begin_row;
+      transposed_product(n_keys, grad_scores + begin_row * TILE_STRIDE + j, depth, scaled_queries + begin_row * width,
+                         width, to_keys + j * width, /*add=*/true);
+      if (block.params.reweighted) continue;
       float* to = laser ? grad_shifted_exp_values + j * padded_value_dim : to_values + j * padded_value_dim;
-      transposed_product(step, weights + begin_q * TILE_STRIDE + j, depth, grad_out + begin_q * padded_value_dim,
+      transposed_product(n_keys, weights + begin_row * TILE_STRIDE + j, depth, grad_out + begin_row * padded_value_dim,
                          padded_value_dim, to, /*add=*/!laser);
-      for (int64_t i = j; i < j + step && laser; ++i)
-        for (int64_t d = 0; d < padded_value_dim; d += W) {
-          float* target = to_values + i * padded_value_dim + d;
-          store(target, load(target) + load(grad_shifted_exp_values + i * padded_value_dim + d) *
-                                           load(shifted_exp_values.data + i * shifted_exp_values.stride + d));
-        }
+      if (laser) add_shifted_exp_gradients(j, n_keys, shifted_exp_values, to_values);
     }
+  }
+
+  // From the first to the last strip that sees one of the n_keys keys of a tile from its j-th on.
+  // dS and A of a strip in between that sees none are 0.
+  std::pair<int64_t, int64_t> rows_that_see(int64_t start_k, int64_t j, int64_t n_keys) const {
+    int64_t begin_row = BLOCK_Q, stop_row = 0;
+    for (int64_t r = 0; r < block.n_rows; r += MR)
+      if (strip_keys[r / MR].begin < start_k + j + n_keys && strip_keys[r / MR].end > start_k + j)
+        begin_row = std::min(begin_row, r), stop_row = r + MR;
+    return {begin_row, stop_row};
+  }
+
+  // dV += dL/d(e^(V - M)) * e^(V - M) for the n_keys keys of a tile from its j-th on
+  void add_shifted_exp_gradients(int64_t j, int64_t n_keys, RowView shifted_exp_values, float* to_values) {
+    int64_t width = block.padded_value_dim;
+    for (int64_t i = j; i < j + n_keys; ++i)
+      for (int64_t d = 0; d < width; d += W) {
+        float* target = to_values + i * width + d;
+        store(target, load(target) + load(grad_shifted_exp_values + i * width + d) *
+                                         load(shifted_exp_values.data + i * shifted_exp_values.stride + d));
+      }
   }
 
   // C [n_keys, width] (+)= A^T B for MR keys, or one: A [depth, TILE_STRIDE], B [depth, width]
