@@ -87,8 +87,7 @@ inline void add_listed_rows(int64_t n, const uint8_t* keys, const float* w, cons
 template <typename T>
 inline void add_listed_rows(int64_t vectors, int64_t n, const uint8_t* keys, const float* w, const T* values,
                             int64_t stride, float* out) {
-  for (; vectors >= UNROLL; vectors -= UNROLL, values += UNROLL * W, out += UNROLL * W)
-    add_listed_rows<UNROLL>(n, keys, w, values, stride, out);
+  for (; vectors >= 4; vectors -= 4, values += 4 * W, out += 4 * W) add_listed_rows<4>(n, keys, w, values, stride, out);
   for (; vectors >= 1; vectors -= 1, values += W, out += W) add_listed_rows<1>(n, keys, w, values, stride, out);
 }
 
@@ -123,8 +122,7 @@ inline void listed_dots(const float* row, int64_t n, const uint8_t* keys, RowVie
 // The same for a row [width] of whole vectors, with 0 after the n-th dot product
 inline void listed_dots(const float* row, int64_t width, int64_t n, const uint8_t* keys, RowView v, float* to) {
   int64_t d = 0;
-  for (; d + UNROLL * W <= width; d += UNROLL * W)
-    listed_dots<UNROLL>(row + d, n, keys, {v.data + d, v.stride}, to, /*add=*/d > 0);
+  for (; d + 4 * W <= width; d += 4 * W) listed_dots<4>(row + d, n, keys, {v.data + d, v.stride}, to, /*add=*/d > 0);
   for (; d < width; d += W) listed_dots<1>(row + d, n, keys, {v.data + d, v.stride}, to, /*add=*/d > 0);
   for (int64_t e = n; e < round_up(n, W); ++e) to[e] = 0.0f;
 }
@@ -152,8 +150,8 @@ template <bool LASER>
 inline void scatter_add(const float* row, int64_t width, int64_t n, const uint8_t* keys, const float* a, RowView v,
                         float* to) {
   int64_t d = 0;
-  for (; d + UNROLL * W <= width; d += UNROLL * W)
-    scatter_add<UNROLL, LASER>(row + d, n, keys, a, {v.data + d, v.stride}, to + d, width);
+  for (; d + 4 * W <= width; d += 4 * W)
+    scatter_add<4, LASER>(row + d, n, keys, a, {v.data + d, v.stride}, to + d, width);
   for (; d < width; d += W) scatter_add<1, LASER>(row + d, n, keys, a, {v.data + d, v.stride}, to + d, width);
 }
 

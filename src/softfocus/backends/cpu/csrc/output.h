@@ -12,8 +12,7 @@ class BlockOutput {
  public:
   Buffer<float> out;                 // [BLOCK_Q, padded_value_dim]
   float inverse_power_sum[BLOCK_Q];  // 1 / sum u^p of re-weighted rows; sums of tiles in float
-  // Rows that are fully masked or without weights; with the l1 norm only
-  bool zero_weights[BLOCK_Q];
+  bool zero_weights[BLOCK_Q];        // rows fully masked or without weights; with the l1 norm only
   ColumnShift column_shift;
 
   explicit BlockOutput(const RowBlock<Phi>& block)
@@ -28,8 +27,8 @@ class BlockOutput {
   }
 
   // What the weights of a tile multiply: V, with LASER e^(V - M). [n, stride] for the n <= BLOCK_K
-  // keys that exist. It may be in a scratch buffer, which the next call overwrites. With LASER and M
-  // not 0, the first pass over the tiles after choose() also records the large values.
+  // keys that exist. It may be in a scratch buffer, which the next call overwrites. With LASER and
+  // M not 0, the first pass over the tiles after choose() also records the large values.
   RowView prepare_tile_operand(const RowBlock<Phi>& block, int64_t start_k) {
     const Params& params = block.params;
     int64_t first_key = block.key_begin + start_k, stop_key = std::min(first_key + BLOCK_K, params.key_length);
@@ -145,16 +144,14 @@ class BlockOutput {
     });
   }
 
-  // In decoding a query head reads each value only once. It is therefore read in place in every
-  // dtype.
+  // In decoding a query head reads each value once, and therefore in place, in every dtype.
   static bool values_in_place(const RowBlock<Phi>& block) {
     const Params& params = block.params;
     return !block.key_data->packed && !params.laser && block.key_data->nonfinite_values.empty() &&
            contiguous_rows(params.value, params.value_dim);
   }
 
-  // out += weights of a tile [BLOCK_Q, BLOCK_K] times its values [BLOCK_K, stride], without
-  // re-weighting
+  // out += weights of a tile times its values [BLOCK_K, stride], without re-weighting
   template <typename T>
   void add_dense_tile(const RowBlock<Phi>& block, int64_t start_k, const T* values, int64_t stride) {
     int64_t padded_value_dim = block.padded_value_dim, vectors = padded_value_dim / W,
@@ -168,24 +165,31 @@ class BlockOutput {
       bool all_read_stored = true;
       for (int64_t i = 0; i < strip_rows; ++i) all_read_stored &= block.reads_stored_as_weights(r + i);
       if (!all_read_stored) {
-        for (int64_t i = 0; i < strip_rows; ++i)
-          block.with_row_phi(r + i, [&](auto phi) {
-            // A row's output does not depend on the other rows of its strip.
-            vfloat scale = splat(block.reads_stored_as_weights(r + i) ? 1.0f : block.weight_scale[r + i]);
-            for (int64_t j = 0; j < strip_keys.end - strip_keys.begin; j += W)
-              store(weights + i * BLOCK_K + j, phi.value(load(a + i * BLOCK_K + j)) * scale);
-            if (block.params.drop_below) block.apply_dropout(r + i, strip_keys, weights + i * BLOCK_K);
-          });
+        for (int64_t i = 0; i < strip_rows; ++i) fill_weights(block, r + i, start_k, strip_keys, weights + i * BLOCK_K);
         a = weights;
       }
       const T* v = values + (strip_keys.begin - start_k) * stride;
       if (strip_rows == MR)
         product<MR>(vectors, depth, a, BLOCK_K, /*a_column_stride=*/1, v, stride, out + r * padded_value_dim,
                     padded_value_dim, /*add=*/true);
-      for (int64_t i = 0; i < strip_rows && strip_rows < MR; ++i)
-        product<1>(vectors, depth, a + i * BLOCK_K, BLOCK_K, /*a_column_stride=*/1, v, stride,
-                   out + (r + i) * padded_value_dim, padded_value_dim, /*add=*/true);
+      else
+        for (int64_t i = 0; i < strip_rows; ++i)
+          product<1>(vectors, depth, a + i * BLOCK_K, BLOCK_K, /*a_column_stride=*/1, v, stride,
+                     out + (r + i) * padded_value_dim, padded_value_dim, /*add=*/true);
     }
+  }
+
+  // Writes a row's weights in a tile to row_weights, of which row_weights[0] belongs to the key at
+  // keys.begin. A row that may read stored scores takes scale 1 here, too: its output has the same
+  // bits whether or not other rows of the strip need this copy. scale_row() multiplies it.
+  void fill_weights(const RowBlock<Phi>& block, int64_t r, int64_t start_k, KeyRange keys, float* row_weights) {
+    const float* stored = block.tile_row(r, start_k) + keys.begin;
+    vfloat scale = splat(block.reads_stored_as_weights(r) ? 1.0f : block.weight_scale[r]);
+    block.with_row_phi(r, [&](auto phi) {
+      for (int64_t j = 0; j < keys.end - keys.begin; j += W)
+        store(row_weights + j, phi.value(load(stored + j)) * scale);
+    });
+    if (block.params.drop_below) block.apply_dropout(r, keys, row_weights);
   }
 
   // decode_output.inl.h
@@ -193,20 +197,17 @@ class BlockOutput {
   float add_live_values(const RowBlock<Phi>& block, int64_t r);
 
   // Applies the factors that the products left out: 1 / sum u^p and the dropout scale, or
-  // weight_scale. Other rows without re-weighting have had weight_scale and dropout applied to each
-  // phi: factor 1.
+  // weight_scale. For other rows without re-weighting fill_weights() has applied all: factor 1.
   void scale_row(const RowBlock<Phi>& block, int64_t r, float power_sum) {
     float factor = 1.0f;
-    inverse_power_sum[r] = 1.0f;
+    inverse_power_sum[r] = power_sum == 0.0f ? 1.0f : 1.0f / power_sum;
     zero_weights[r] = block.params.normaliser == L1 && block.log_norm[r] == -INF;
-    if (block.params.reweighted && !std::isfinite(block.norm[r])) {
+    if (block.params.reweighted && !std::isfinite(block.norm[r]))
       factor = std::numeric_limits<float>::quiet_NaN();  // u and its sum may be finite
-    } else if (block.params.reweighted) {
-      inverse_power_sum[r] = power_sum == 0.0f ? 1.0f : 1.0f / power_sum;
+    else if (block.params.reweighted)
       factor = inverse_power_sum[r] * block.dropout.keep_scale;
-    } else if (block.reads_stored_as_weights(r)) {
+    else if (block.reads_stored_as_weights(r))
       factor = block.weight_scale[r];
-    }
     float* row = out + r * block.padded_value_dim;
     for (int64_t d = 0; d < block.padded_value_dim; d += W) store(row + d, load(row + d) * factor);
   }

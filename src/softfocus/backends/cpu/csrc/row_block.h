@@ -115,11 +115,9 @@ class RowBlock : public BlockVisibility {
   const int64_t padded_dim, padded_value_dim;  // D and Dv in whole vectors
   const KeyHeadData* key_data = nullptr;       // of the key head that the rows read
   Buffer<float> stored;                        // [tiles, max_rows, BLOCK_K], stored form of scores
-  // [BLOCK_Q, padded_dim]; unit vectors for cosine similarity. A query with a non-finite element is
-  // 0 as a whole.
+  // [BLOCK_Q, padded_dim]; unit vectors for cosine similarity. A non-finite query is 0 as a whole.
   Buffer<float> queries;
-  // Where uses_amx(): [BLOCK_Q, D in whole tiles]. Non-finite queries, and rows after the last, are
-  // 0.
+  // Where uses_amx(): [BLOCK_Q, D in whole tiles]; 0 for non-finite queries and after the last row
   Buffer<bfloat16> amx_queries;
   float base_scale[BLOCK_Q];  // c_i without the head scale
   // c_i; multiplies the dot products, not the query, which would round once more (for key gradients
@@ -173,9 +171,8 @@ class RowBlock : public BlockVisibility {
     dropout.generate(*this);
     // If dropout drops the largest weights of a row, small ones count. The limit is therefore
     // relative to the largest kept u.
-    if (params.reweighted)
-      for (int64_t r = 0; r < n_rows; ++r)
-        if (live_threshold[r] > 0.0f) live_threshold[r] *= largest_kept_u(r);
+    for (int64_t r = 0; r < n_rows && params.reweighted; ++r)
+      if (live_threshold[r] > 0.0f) live_threshold[r] *= largest_kept_u(r);
   }
 
   // Row r of the tile at start_k of x [tiles, max_rows, BLOCK_K]: a pointer p such that p[j] is the
@@ -249,8 +246,7 @@ class RowBlock : public BlockVisibility {
     };
   }
 
-  // Multiplies weights of row r, or their gradients, by the dropout factors. row[0] belongs to the
-  // key at range.begin.
+  // Applies dropout to weights of row r, or their gradients. row[0]: the key at range.begin
   void apply_dropout(int64_t r, KeyRange range, float* row) const {
     for (int64_t j = range.begin; j < range.end; j += W, row += W) store(row, load(row) * dropout.factors(r, j));
   }

@@ -97,19 +97,23 @@ inline void RowBlock<Phi>::score_tile(int64_t first_row, int64_t stop_row, int64
     if (strip_keys.empty()) continue;
     if (!one_row && has_next_tile(start_k)) prefetch_strip(next_tile_row(r, start_k));
     if (!amx) strip_dots(r, start_k, strip_keys, one_row);
+    // The strip's range is cut in three: row by row, visible to all rows, row by row. If no key is
+    // visible to all, the middle is empty at the end of the range, and the first part is the range.
     KeyRange visible_to_all =
         by_strips ? range_visible_to_all(r, strip_keys) : KeyRange{strip_keys.end, strip_keys.end};
+    auto convert_rows = [&](KeyRange range) {
+      if (range.empty()) return;
+      for (int64_t i = r; i < std::min(r + (one_row ? 1 : MR), stop_row); ++i)
+        convert_row<KEEP_SCORES>(i, start_k, range, phi_sums[i], maxima[i]);
+    };
     if (!visible_to_all.empty()) convert_strip<KEEP_SCORES>(r, start_k, visible_to_all, phi_sums + r, maxima + r);
-    for (KeyRange remaining :
-         {KeyRange{strip_keys.begin, visible_to_all.begin}, KeyRange{visible_to_all.end, strip_keys.end}})
-      for (int64_t i = r; i < std::min(r + (one_row ? 1 : MR), stop_row) && !remaining.empty(); ++i)
-        convert_row<KEEP_SCORES>(i, start_k, remaining, phi_sums[i], maxima[i]);
+    convert_rows({strip_keys.begin, visible_to_all.begin});
+    convert_rows({visible_to_all.end, strip_keys.end});
   }
 }
 
 // Writes to `stored` the dot products of a strip, or of one row, with the keys that it sees in a
-// tile. Panels are [D, PANEL], one after another: each key takes D floats. A key is a column of its
-// panel.
+// tile. Panels [D, PANEL] follow one another: a key is a column of D floats in its panel.
 template <typename Phi>
 inline void RowBlock<Phi>::strip_dots(int64_t r, int64_t start_k, KeyRange strip_keys, bool one_row) {
   const float* tile_panels = key_data->key_panels + (key_begin + start_k) * params.head_dim;
@@ -158,9 +162,8 @@ inline void RowBlock<Phi>::amx_tile_dots([[maybe_unused]] int64_t first_row, [[m
         dots(std::integral_constant<int, 2>{});
       else
         dots(std::integral_constant<int, 1>{});
-      if (!in_place)
-        for (int64_t r = row_begin; r < row_end; ++r)
-          std::copy_n(scratch + (r - group_begin) * stride, n, tile_row(r, start_k) + j);
+      for (int64_t r = row_begin; r < row_end && !in_place; ++r)
+        std::copy_n(scratch + (r - group_begin) * stride, n, tile_row(r, start_k) + j);
     }
   }
 #endif
@@ -265,8 +268,7 @@ inline vfloat RowBlock<Phi>::load_bias(int64_t r, int64_t j) const {
 // Turns the scores of a row, stored as such, into e^(s - m). Sets norm and log_norm.
 template <typename Phi>
 inline void RowBlock<Phi>::exponentiate_row(int64_t r) {
-  // If all scores are -inf, -inf - -inf would be NaN. With 0 all phi are 0.
-  float row_max = maximum[r] == -INF ? 0.0f : maximum[r];
+  float row_max = maximum[r] == -INF ? 0.0f : maximum[r];  // -inf - -inf would be NaN, not -inf
   DoubleSum total;
   vfloat phi_sum = vfloat{};
   int64_t tiles = 0;
