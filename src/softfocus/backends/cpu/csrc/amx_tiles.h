@@ -12,8 +12,9 @@
 // Rows of small elements are scaled up, so that none is flushed. The other row may hold elements
 // up to 2^128. Rows from 2^61 on are therefore scaled down: otherwise a dot product could overflow
 // that does not overflow for the rows as given. Rows in between are left alone. A flushed element
-// times an element up to 2^100 (2^40 in the last line) of the other row is below 2^-26. With a score
-// scale up to 1 that changes e^s by less than 2^-26 of it; rounding changes it by up to 2^-24.
+// times an element up to 2^100 (2^40 in the last line) of the other row is below 2^-26. With a
+// score scale up to 1 that changes e^s by less than 2^-26 of it; rounding changes it by up to
+// 2^-24.
 //
 // With cosine similarity the factor of every row is its prescale. In unit vectors a flushed element
 // is below 2^-126, and so is its term of the dot product.
@@ -51,16 +52,14 @@ inline bool uses_amx([[maybe_unused]] const Params& params) {
 }
 
 // The limits of the prescale in the table above. The prescale is 1 / the row's largest element,
-// rounded up to a power of two, and limited to 2^-126 to 2^126. It brings that element into [1, 2),
-// unless the limit does not let it. It is above AMX_HUGE for elements below 2^-60, and below
-// AMX_TINY from 2^61 on. The dot product of a multiplied row overflows only where that of the rows
-// as given does. What pack_amx_row() returns for two rows has a product of at most 2^120.
+// rounded up to a power of two, and limited to 2^-126 to 2^126. It is above AMX_HUGE for elements
+// below 2^-60, and below AMX_TINY from 2^61 on. What pack_amx_row() returns for two rows has a
+// product of at most 2^120.
 constexpr float AMX_TINY = 0x1p-60f, AMX_HUGE = 0x1p60f;
 
 // Writes a row [width] as bfloat16, perhaps times a power of two, with zeros after it: `to` [width
 // rounded up to AMX_DIMS]. Returns the factor by which its dot products are multiplied: with cosine
-// similarity 1 / |row as written|, which is 0 where l2_normalise() returns 0; else 1 / the power of
-// two.
+// similarity 1 / |row as written|, or 0 where l2_normalise() returns 0; else 1 / the power of two.
 inline float pack_amx_row(const float* row, int64_t width, bool cosine, bfloat16* to) {
   auto [prescale, scaled_rnorm] = l2_norm(row, width);
   if (!cosine && prescale <= AMX_HUGE) prescale = prescale < AMX_TINY ? AMX_TINY : 1.0f;

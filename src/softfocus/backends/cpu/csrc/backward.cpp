@@ -28,9 +28,8 @@ struct Schedule {
         block_rows(rows_per_block(params, /*backward=*/true)),
         blocks(ceil_div(params.query_length, block_rows)) {
     // Tasks that add to the same elements of grad_bias must not run at the same time. If heads
-    // share elements, at_once is 1. The tasks of one key head visit all query heads of its group,
-    // but take different rows, so that they may still run at the same time. If rows share elements,
-    // tasks_per_head is 1.
+    // share elements, at_once is 1. If rows share elements, tasks_per_head is 1.
+    // Otherwise the tasks of one key head may run at the same time: they take different rows.
     bool shared_by_heads = (!grad_bias.stride[0] && params.batch > 1) || (!grad_bias.stride[1] && params.heads > 1);
     bool shared_by_rows = !grad_bias.stride[2] && params.query_length > 1;
     if (grad_bias.data && shared_by_heads) at_once = std::min<int64_t>(at_once, 1);

@@ -82,8 +82,7 @@ class DropoutMask {
   }
 
   // The dropout bits of WORD_KEYS keys: a bit is 1 where the key's 16-bit random number is below
-  // drop_below. The keys share the WORD_COUNTERS counters from first_counter on, each of which
-  // gives 8 numbers.
+  // drop_below. The WORD_COUNTERS counters from first_counter on give 8 numbers each.
 #if defined(__AVX512BW__)
   uint64_t dropped_word(uint64_t first_counter, uint32_t row, uint32_t head_index) const {
     // The permutation counts in 16-bit elements. Elements 4 l and 4 l + 1 of words[i] are the lower

@@ -77,8 +77,8 @@ __attribute__((always_inline)) inline void exp_negative(vfloat (&x)[N]) {
 template <int N>
 __attribute__((always_inline)) inline void log1p_exp(const vfloat (&s)[N], vfloat (&y)[N]) {
   vfloat x[N], shifted[N], e[N];
-  // As in exp_negative(), of -|s| = n ln 2 + r. Two arrays are reused. With separate ones the
-  // compiler makes other code of convert_strip(), whose speed was not measured. In order
+  // As in exp_negative(), of -|s| = n ln 2 + r. Two arrays are reused, because separate ones make
+  // other code, whose speed was not measured. In order
   //     x: |s|, r
   //     e: n, e^r - 1, e^-|s|
   unroll<N>([&](int i) { x[i] = min(absolute(s[i]), splat(-EXP_MIN)); });

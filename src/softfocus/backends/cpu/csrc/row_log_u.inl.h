@@ -1,6 +1,5 @@
 // Part of class RowBlock; included by row_block.h. Logarithms of u, for LASER's exact sums. Without
-// re-weighting u is the value of the stored score. In a tied row u is that value times a power of
-// two.
+// re-weighting u is the value of the stored score; in a tied row u is that times a power of two.
 #pragma once
 
 #include "row_block.h"
@@ -10,8 +9,7 @@ namespace softfocus {
 // Writes log u of a row to row_log_u [padded_keys()], by offset j; -inf for each key that the row
 // does not see. With a threshold it is computed from the stored scores. Without one u is phi times
 // a constant of the row and may underflow, so that log u is computed from the scores s. If the
-// block stores phi(s) or e^(s - m), s is computed again, and the stored form is restored at the
-// end.
+// block stores phi(s) or e^(s - m), s is computed again, and at the end the stored form.
 template <typename Phi>
 inline void RowBlock<Phi>::compute_log_u(int64_t r, float* row_log_u) {
   std::fill(row_log_u, row_log_u + padded_keys(), -INF);

@@ -1,5 +1,4 @@
-// Part of class RowBlock; included by row_block.h. Computes the constants of a row's weights from
-// its sum and maximum.
+// Part of class RowBlock; included by row_block.h. The constants of a row's weights.
 #pragma once
 
 #include "row_block.h"

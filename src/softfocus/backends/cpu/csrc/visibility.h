@@ -46,8 +46,7 @@ inline void read_masks(const Params& params, int64_t b, int64_t h, int64_t query
   }
 }
 
-// Keys [begin, end) as offsets j from the block's key_begin; both multiples of W. An empty range
-// may have begin > end.
+// Keys [begin, end) as offsets j; both multiples of W. An empty range may have begin > end.
 struct KeyRange {
   int64_t begin, end;
   bool empty() const { return begin >= end; }
@@ -107,8 +106,7 @@ class BlockVisibility {
   int64_t padded_keys() const { return row_stride - W; }
   int64_t max_padded_keys() const { return max_row_stride - W; }
 
-  // Calls f(start_k) for each tile from key_begin to key_end, except those that the masks hide from
-  // all rows.
+  // Calls f(start_k) for each tile of the block, except those that the masks hide from all rows.
   template <typename F>
   void each_tile(F&& f) const {
     for (int64_t start_k = 0; start_k < key_end - key_begin; start_k += BLOCK_K)
