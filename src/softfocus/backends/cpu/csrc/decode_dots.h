@@ -67,12 +67,11 @@ class DecodeDots {
       // skip none. Otherwise they are read one by one.
       bool side_by_side = key_begin + (tile + (STREAMS - 1) * tiles_per_stream + 1) * BLOCK_K <= params.key_length;
       for (int64_t i = 0; i < STREAMS; ++i) side_by_side &= block.tile_visible((tile + i * tiles_per_stream) * BLOCK_K);
-      if (side_by_side)
-        for (int64_t j = tile * BLOCK_K; j < (tile + 1) * BLOCK_K; j += W) {
-          int64_t first_offset[STREAMS];
-          for (int64_t i = 0; i < STREAMS; ++i) first_offset[i] = j + i * tiles_per_stream * BLOCK_K;
-          dot_vectors<T, STREAMS>(first_offset, key_begin, queries, n_rows, address);
-        }
+      int64_t first_offset[STREAMS];
+      for (int64_t j = tile * BLOCK_K; side_by_side && j < (tile + 1) * BLOCK_K; j += W) {
+        for (int64_t i = 0; i < STREAMS; ++i) first_offset[i] = j + i * tiles_per_stream * BLOCK_K;
+        dot_vectors<T, STREAMS>(first_offset, key_begin, queries, n_rows, address);
+      }
       for (int64_t i = 0; i < STREAMS; ++i)
         if (side_by_side)
           tile_done((tile + i * tiles_per_stream) * BLOCK_K);

@@ -187,7 +187,7 @@ class RowBlock : public BlockVisibility {
 
   // The first element of row r in the next tile, which need not exist
   const float* next_tile_row(int64_t r, int64_t start_k) const {
-    return tile_row(r, start_k + BLOCK_K) + (start_k + BLOCK_K);
+    return tile_row(r, start_k) + start_k + max_rows * BLOCK_K;
   }
 
   // Calls f(phi) with the phi that turns a row's stored scores into values.

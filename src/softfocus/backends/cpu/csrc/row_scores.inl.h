@@ -101,14 +101,11 @@ inline void RowBlock<Phi>::score_tile(int64_t first_row, int64_t stop_row, int64
     // visible to all, the middle is empty at the end of the range, and the first part is the range.
     KeyRange visible_to_all =
         by_strips ? range_visible_to_all(r, strip_keys) : KeyRange{strip_keys.end, strip_keys.end};
-    auto convert_rows = [&](KeyRange range) {
-      if (range.empty()) return;
-      for (int64_t i = r; i < std::min(r + (one_row ? 1 : MR), stop_row); ++i)
-        convert_row<KEEP_SCORES>(i, start_k, range, phi_sums[i], maxima[i]);
-    };
     if (!visible_to_all.empty()) convert_strip<KEEP_SCORES>(r, start_k, visible_to_all, phi_sums + r, maxima + r);
-    convert_rows({strip_keys.begin, visible_to_all.begin});
-    convert_rows({visible_to_all.end, strip_keys.end});
+    for (KeyRange row_by_row :
+         {KeyRange{strip_keys.begin, visible_to_all.begin}, KeyRange{visible_to_all.end, strip_keys.end}})
+      for (int64_t i = r; i < std::min(r + (one_row ? 1 : MR), stop_row) && !row_by_row.empty(); ++i)
+        convert_row<KEEP_SCORES>(i, start_k, row_by_row, phi_sums[i], maxima[i]);
   }
 }
 
