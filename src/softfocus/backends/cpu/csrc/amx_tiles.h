@@ -9,9 +9,15 @@
 //     from 2^-60 to 2^61      1          below 2^-126
 //     2^61 or more            2^-60      below 2^-66
 //
-// A flushed element times an element up to 2^100 (2^40 in the last line) of the other row is below
-// 2^-26. With cosine similarity the factor of every row is its prescale. In unit vectors a flushed
-// element is below 2^-126, and so is its term of the dot product.
+// Rows of small elements are scaled up, so that none is flushed. The other row may hold elements
+// up to 2^128. Rows from 2^61 on are therefore scaled down: otherwise a dot product could overflow
+// that does not overflow for the rows as given. Rows in between are left alone. A flushed element
+// times an element up to 2^100 (2^40 in the last line) of the other row is below 2^-26. With a
+// score scale up to 1 that changes e^s by less than 2^-26 of it; rounding changes it by up to
+// 2^-24.
+//
+// With cosine similarity the factor of every row is its prescale. In unit vectors a flushed element
+// is below 2^-126, and so is its term of the dot product.
 #pragma once
 
 #include "memory.h"
@@ -46,16 +52,14 @@ inline bool uses_amx([[maybe_unused]] const Params& params) {
 }
 
 // The limits of the prescale in the table above. The prescale is 1 / the row's largest element,
-// rounded up to a power of two, and limited to 2^-126 to 2^126. It brings that element into [1, 2),
-// unless the limit does not let it. It is above AMX_HUGE for elements below 2^-60, and below
-// AMX_TINY from 2^61 on. The dot product of a multiplied row overflows only where that of the rows
-// as given does. What pack_amx_row() returns for two rows has a product of at most 2^120.
+// rounded up to a power of two, and limited to 2^-126 to 2^126. It is above AMX_HUGE for elements
+// below 2^-60, and below AMX_TINY from 2^61 on. What pack_amx_row() returns for two rows has a
+// product of at most 2^120.
 constexpr float AMX_TINY = 0x1p-60f, AMX_HUGE = 0x1p60f;
 
 // Writes a row [width] as bfloat16, perhaps times a power of two, with zeros after it: `to` [width
 // rounded up to AMX_DIMS]. Returns the factor by which its dot products are multiplied: with cosine
-// similarity 1 / |row as written|, which is 0 where l2_normalise() returns 0; else 1 / the power of
-// two.
+// similarity 1 / |row as written|, or 0 where l2_normalise() returns 0; else 1 / the power of two.
 inline float pack_amx_row(const float* row, int64_t width, bool cosine, bfloat16* to) {
   auto [prescale, scaled_rnorm] = l2_norm(row, width);
   if (!cosine && prescale <= AMX_HUGE) prescale = prescale < AMX_TINY ? AMX_TINY : 1.0f;
@@ -99,14 +103,14 @@ class AmxRegisters {
   AmxRegisters& operator=(const AmxRegisters&) = delete;
 };
 
-// Dot products of 16 rows [AMX_ROWS, padded_width] with 16 N keys, written to C [AMX_ROWS, 16 N];
-// c_row is the stride of its rows. `keys` is what transpose_amx_pairs() wrote for 16 keys, N times:
-// [N, padded_width / AMX_DIMS, AMX_DIMS / 2, AMX_ROWS, 2]. Needs an AmxRegisters.
+// Dot products of 16 rows [AMX_ROWS, padded_width] with 16 N keys, written to C [AMX_ROWS, 16 N].
+// `keys` is what transpose_amx_pairs() wrote for 16 keys, N times: [N, padded_width / AMX_DIMS,
+// AMX_DIMS / 2, AMX_ROWS, 2]. Needs an AmxRegisters.
 template <int N>
-inline void amx_dots(const bfloat16* rows, int64_t padded_width, const bfloat16* keys, float* c, int64_t c_row) {
+inline void amx_dots(const bfloat16* rows, int64_t padded_width, const bfloat16* keys, float* c, int64_t c_row_stride) {
   static_assert(N == 1 || N == 2);
-  // Sums over AMX_DOT_DIMS dimensions from d on, written to `to` [AMX_ROWS, to_row]
-  auto sum_to = [&](int64_t d, float* to, int64_t to_row) {
+  // Sums over AMX_DOT_DIMS dimensions from d on, written to `to` [AMX_ROWS, to_row_stride]
+  auto sum_to = [&](int64_t d, float* to, int64_t to_row_stride) {
     _tile_zero(0);
     _tile_zero(1);
     for (int64_t e = d; e < std::min(d + AMX_DOT_DIMS, padded_width); e += AMX_DIMS) {
@@ -118,16 +122,16 @@ inline void amx_dots(const bfloat16* rows, int64_t padded_width, const bfloat16*
         _tile_dpbf16ps(1, 2, 4);
       }
     }
-    _tile_stored(0, to, to_row * sizeof(float));
-    if constexpr (N == 2) _tile_stored(1, to + AMX_ROWS, to_row * sizeof(float));
+    _tile_stored(0, to, to_row_stride * sizeof(float));
+    if constexpr (N == 2) _tile_stored(1, to + AMX_ROWS, to_row_stride * sizeof(float));
   };
-  sum_to(0, c, c_row);
+  sum_to(0, c, c_row_stride);
   alignas(64) float sums[AMX_ROWS * N * AMX_ROWS];  // [AMX_ROWS, 16 N]
   for (int64_t d = AMX_DOT_DIMS; d < padded_width; d += AMX_DOT_DIMS) {
     sum_to(d, sums, N * AMX_ROWS);
     for (int64_t r = 0; r < AMX_ROWS; ++r)
       for (int64_t j = 0; j < N * AMX_ROWS; j += AMX_ROWS)
-        store(c + r * c_row + j, load(c + r * c_row + j) + load(sums + r * N * AMX_ROWS + j));
+        store(c + r * c_row_stride + j, load(c + r * c_row_stride + j) + load(sums + r * N * AMX_ROWS + j));
   }
 }
 #endif

@@ -23,14 +23,13 @@ struct Schedule {
   int64_t at_once, tasks_per_head, block_rows, blocks;
 
   Schedule(const Params& params, const TensorView& grad_bias)
-      : at_once(key_heads_at_once(params, true)),
+      : at_once(key_heads_at_once(params, /*backward=*/true)),
         tasks_per_head(1),
-        block_rows(rows_per_block(params, true)),
+        block_rows(rows_per_block(params, /*backward=*/true)),
         blocks(ceil_div(params.query_length, block_rows)) {
     // Tasks that add to the same elements of grad_bias must not run at the same time. If heads
-    // share elements, at_once is 1. The tasks of one key head visit all query heads of its group,
-    // but take different rows, so that they may still run at the same time. If rows share elements,
-    // tasks_per_head is 1.
+    // share elements, at_once is 1. If rows share elements, tasks_per_head is 1.
+    // Otherwise the tasks of one key head may run at the same time: they take different rows.
     bool shared_by_heads = (!grad_bias.stride[0] && params.batch > 1) || (!grad_bias.stride[1] && params.heads > 1);
     bool shared_by_rows = !grad_bias.stride[2] && params.query_length > 1;
     if (grad_bias.data && shared_by_heads) at_once = std::min<int64_t>(at_once, 1);
@@ -95,11 +94,11 @@ bool backward(const Params& params, const GradientTensors& grads) {
           key_heads = params.batch * params.key_heads;
   PerThread<RowGradients<Phi>> workers(params);
   std::vector<KeyHeadData> key_data_at_once(at_once);
-  for (KeyHeadData& key_data : key_data_at_once) key_data.reserve(params, true);
+  for (KeyHeadData& key_data : key_data_at_once) key_data.reserve(params, /*backward=*/true);
   std::vector<KeyHeadSums> sums(at_once * tasks_per_head);
   for (int64_t first_key_head = 0; first_key_head < key_heads; first_key_head += at_once) {
     int64_t n = std::min(at_once, key_heads - first_key_head);
-    if (!pack_key_heads(params, key_data_at_once, first_key_head, n, true)) return false;
+    if (!pack_key_heads(params, key_data_at_once, first_key_head, n, /*backward=*/true)) return false;
     bool done = parallel_for(params.threads, n * tasks_per_head, [&](int64_t item) {
       int64_t i = item / tasks_per_head;
       run_task<Phi>(params, grads, schedule, first_key_head + i, item % tasks_per_head, key_data_at_once[i], sums[item],

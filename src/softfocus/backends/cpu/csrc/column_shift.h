@@ -16,12 +16,11 @@ struct ColumnShift {
   // Values above their M + LARGE_VALUE: of the block's tiles, or, if M is 0, of the whole key head
   std::vector<ValueIndex> large;
   bool zero_shift = false;  // M is 0
-  // True in the first pass over the tiles after choose(), in which exp_values() appends to `large`.
-  // Later passes would append the same values again.
+  // True in the first pass over the tiles after choose(), in which shifted_exp_values() appends to
+  // `large`. Later passes would append the same values again.
   bool record_large = false;
 
-  // Chooses M for a block. `value_scratch` [BLOCK_K, padded_value_dim] is for values that cannot be
-  // read in place.
+  // Chooses M for a block. value_scratch [BLOCK_K, padded_value_dim] is for values to be copied.
   template <typename Phi>
   void choose(const RowBlock<Phi>& block, float* value_scratch) {
     const Params& params = block.params;
@@ -61,11 +60,10 @@ struct ColumnShift {
   }
 
   // e^(V - M) of the keys [first_key, first_key + n): the key head's e^V if M is 0, else computed
-  // in `scratch`, which the next call overwrites. Calls values() for V [n, stride] only if M is not
-  // 0.
+  // in `scratch`, which the next call overwrites. Calls values() for V [n, stride] unless M is 0.
   template <typename F>
-  RowView exp_values(const KeyHeadData& key_data, F&& values, int64_t first_key, int64_t n, int64_t padded_value_dim,
-                     int64_t value_dim) {
+  RowView shifted_exp_values(const KeyHeadData& key_data, F&& values, int64_t first_key, int64_t n,
+                             int64_t padded_value_dim, int64_t value_dim) {
     if (zero_shift) return {key_data.exp_values + first_key * padded_value_dim, padded_value_dim};
     RowView v = values();
     for (int64_t j = 0; j < n; ++j)
@@ -84,8 +82,8 @@ struct ColumnShift {
     if (begin >= end || !block.masks_given) return {};
     std::vector<uint8_t> visible_to_all(end - begin, 1);
     for (int64_t r = 0; r < block.n_rows; ++r)
-      for (int64_t j = 0; j < end - begin && !block.fully_masked[r]; ++j)
-        visible_to_all[j] &= uint8_t(block.sees(r, begin + j));
+      if (!block.fully_masked[r])
+        for (int64_t j = 0; j < end - begin; ++j) visible_to_all[j] &= uint8_t(block.sees(r, begin + j));
     return visible_to_all;
   }
 };

@@ -26,14 +26,15 @@ class DecodeDots {
   DecodeDots(const Params& call, int64_t padded_head_dim)
       : params(call), padded_dim(padded_head_dim), in_place(contiguous_rows(params.key, params.head_dim)) {}
 
-  // Computes the dot products of `queries` [rows, padded_dim] with the keys that a block sees: with
-  // unit vectors for cosine similarity, NaN for a non-finite key. Row r's dot product with key
+  // Computes the dot products of `queries` [n_rows, padded_dim] with the keys that a block sees:
+  // with unit vectors for cosine similarity, NaN for a non-finite key. Row r's dot product with key
   // key_begin + j is written to address(r, j), in whole vectors. tile_done(start_k) is called after
   // the dot products of a tile are written.
-  void compute(const BlockVisibility& block, const float* queries, int64_t rows, const DotAddress& address,
+  void compute(const BlockVisibility& block, const float* queries, int64_t n_rows, const DotAddress& address,
                const std::function<void(int64_t)>& tile_done) {
-    with_element(params.dtype,
-                 [&](auto element) { compute_elements<decltype(element)>(block, queries, rows, address, tile_done); });
+    with_element(params.dtype, [&](auto element) {
+      compute_elements<decltype(element)>(block, queries, n_rows, address, tile_done);
+    });
   }
 
  private:
@@ -47,7 +48,7 @@ class DecodeDots {
 
   // compute() for keys whose elements are of type T
   template <typename T>
-  void compute_elements(const BlockVisibility& block, const float* queries, int64_t rows, const DotAddress& address,
+  void compute_elements(const BlockVisibility& block, const float* queries, int64_t n_rows, const DotAddress& address,
                         const std::function<void(int64_t)>& tile_done) {
     int64_t key_begin = block.key_begin, n = block.key_end - key_begin;
     batch_index = block.batch_index, key_head = block.key_head;
@@ -57,7 +58,7 @@ class DecodeDots {
     auto one_tile = [&](int64_t tile) {
       if (!block.tile_visible(tile * BLOCK_K)) return;
       int64_t begin = tile * BLOCK_K, end = std::min(begin + BLOCK_K, n);
-      for (int64_t j = begin; j < end; j += W) dot_vectors<T, 1>({j}, key_begin, queries, rows, address);
+      for (int64_t j = begin; j < end; j += W) dot_vectors<T, 1>({j}, key_begin, queries, n_rows, address);
       tile_done(begin);
     };
     // Stream i reads the i-th part of the tiles; a step of this loop does one tile of each.
@@ -69,7 +70,7 @@ class DecodeDots {
       int64_t first_offset[STREAMS];
       for (int64_t j = tile * BLOCK_K; side_by_side && j < (tile + 1) * BLOCK_K; j += W) {
         for (int64_t i = 0; i < STREAMS; ++i) first_offset[i] = j + i * tiles_per_stream * BLOCK_K;
-        dot_vectors<T, STREAMS>(first_offset, key_begin, queries, rows, address);
+        dot_vectors<T, STREAMS>(first_offset, key_begin, queries, n_rows, address);
       }
       for (int64_t i = 0; i < STREAMS; ++i)
         if (side_by_side)
@@ -85,14 +86,14 @@ class DecodeDots {
   // be copied: keys that cannot be read in place, or fewer than W.
   template <typename T, int N>
   __attribute__((always_inline)) inline void dot_vectors(const int64_t (&first_offset)[N], int64_t key_begin,
-                                                         const float* queries, int64_t rows,
+                                                         const float* queries, int64_t n_rows,
                                                          const DotAddress& address) {
     int64_t n_keys = std::min<int64_t>(W, params.key_length - key_begin - first_offset[0]);
     if (in_place && n_keys == W) {
       const T* keys[N];
       for (int i = 0; i < N; ++i)
         keys[i] = row_pointer<T>(params.key, batch_index, key_head, key_begin + first_offset[i]);
-      return dot_rows(first_offset, keys, params.key.stride[2], W, key_begin, queries, rows, address);
+      return dot_rows(first_offset, keys, params.key.stride[2], W, key_begin, queries, n_rows, address);
     }
     // N = 1 from here on
     if (!copies) copies.resize(W * padded_dim);
@@ -101,7 +102,7 @@ class DecodeDots {
       read_row(params.key, params.dtype, batch_index, key_head, key_begin + first_offset[0] + i, params.head_dim,
                copies + i * padded_dim);
     const float* copied[1] = {copies};
-    dot_rows({first_offset[0]}, copied, padded_dim, n_keys, key_begin, queries, rows, address);
+    dot_rows({first_offset[0]}, copied, padded_dim, n_keys, key_begin, queries, n_rows, address);
   }
 
   // The same for keys [W, key_stride] of each stream, of which n_keys exist. A lane of rnorm,
@@ -109,22 +110,22 @@ class DecodeDots {
   template <typename T, int N>
   __attribute__((always_inline)) inline void dot_rows(const int64_t (&first_offset)[N], const T* const (&keys)[N],
                                                       int64_t key_stride, int64_t n_keys, int64_t key_begin,
-                                                      const float* queries, int64_t rows, const DotAddress& address) {
+                                                      const float* queries, int64_t n_rows, const DotAddress& address) {
     vfloat rnorm[N];  // 1 / |k|; 1 without cosine similarity
     // Non-finite dot products, and keys whose squared norm may have overflowed or underflowed
     vint dot_again[N];
     for (int i = 0; i < N; ++i) rnorm[i] = splat(1.0f), dot_again[i] = vint{};
-    for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t r = 0; r < n_rows; ++r) {
       vfloat products[N][W], squares[N][W];
       if (params.cosine && r == 0) {
-        lane_products<true>(queries, keys, key_stride, products, squares);
+        lane_products</*SQUARES=*/true>(queries, keys, key_stride, products, squares);
         for (int i = 0; i < N; ++i) {
           vfloat squared_norm = reduce_each(squares[i]);
           dot_again[i] = ~((squared_norm > SAFE_MIN) & (squared_norm < SAFE_MAX));
           rnorm[i] = 1.0f / square_root(squared_norm);
         }
       } else {
-        lane_products<false>(queries + r * padded_dim, keys, key_stride, products, squares);
+        lane_products</*SQUARES=*/false>(queries + r * padded_dim, keys, key_stride, products, squares);
       }
       for (int i = 0; i < N; ++i) {
         vfloat dot_product = reduce_each(products[i]) * rnorm[i];
@@ -134,7 +135,7 @@ class DecodeDots {
     }
     for (int i = 0; i < N; ++i)
       if (dot_again[i] &= lane_index() < int32_t(n_keys); any(dot_again[i]))
-        dot_safely(first_offset[i], key_begin, dot_again[i], queries, rows, address);
+        dot_safely(first_offset[i], key_begin, dot_again[i], queries, n_rows, address);
   }
 
   // products[i][j]: lane-wise sums of the products of a query with key j of stream i. Lane l sums
@@ -149,8 +150,8 @@ class DecodeDots {
 #pragma GCC unroll 8
       for (int i = 0; i < N; ++i) {
         vfloat product = vfloat{}, square = vfloat{};
-        for (int64_t d = 0; d < padded_dim; d += 4 * W)
-          unroll<4>([&](int v) {
+        for (int64_t d = 0; d < padded_dim; d += UNROLL * W)
+          unroll<UNROLL>([&](int v) {
             if (d + v * W >= padded_dim) return;
             vfloat x = load(keys[i] + j * key_stride + d + v * W);
             product += x * load(query + d + v * W);
@@ -167,7 +168,7 @@ class DecodeDots {
   // differently. Whether a key takes this path must not depend on the keys next to it: equal keys
   // have equal dot products.
   __attribute__((noinline)) void dot_safely(int64_t first_offset, int64_t key_begin, vint dot_again,
-                                            const float* queries, int64_t rows, const DotAddress& address) {
+                                            const float* queries, int64_t n_rows, const DotAddress& address) {
     if (!one_key) one_key.resize(padded_dim);
     float* key = one_key;
     for (int64_t i = 0; i < W; ++i) {
@@ -176,7 +177,7 @@ class DecodeDots {
       read_row(params.key, params.dtype, batch_index, key_head, key_begin + first_offset + i, params.head_dim, key);
       bool finite = all_finite(key, params.head_dim);
       if (finite && params.cosine) l2_normalise(key, params.head_dim);
-      for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t r = 0; r < n_rows; ++r) {
         float dot_product = dot(queries + r * padded_dim, key, padded_dim);
         address(r, first_offset)[i] = finite ? dot_product : std::numeric_limits<float>::quiet_NaN();
       }

@@ -7,8 +7,7 @@ namespace softfocus {
 
 // Adds u^p times the values of the live keys of a row to `out`. No other values are read. Returns
 // sum u^p. The live keys of LISTS tiles of the row are listed, and their values prefetched, before
-// any list is used. (With LASER, and outside decoding, add_live_tiles() lists LISTS rows of one
-// tile.)
+// any list is used. (Otherwise add_live_tiles() lists LISTS rows of one tile.)
 template <typename Phi>
 template <bool DROPOUT, typename T>
 inline float BlockOutput<Phi>::add_live_values(const RowBlock<Phi>& block, int64_t r) {

@@ -24,11 +24,11 @@ class DropoutMask {
   // 1 / (1 - p_drop), which multiplies the weights that are kept; 0 where p_drop is 1
   const float keep_scale;
 
-  DropoutMask(const Params& call, int64_t max_rows, int64_t max_keys)
+  DropoutMask(const Params& call, int64_t most_rows, int64_t most_keys)
       : keep_scale(call.drop_below < 1 << 16 ? 65536.0f / (65536 - call.drop_below) : 0.0f),
         params(call),
-        rows(max_rows) {
-    if (params.drop_below) dropped_bits.resize(rows * (max_keys / WORD_KEYS), /*huge_pages=*/false);
+        max_rows(most_rows) {
+    if (params.drop_below) dropped_bits.resize(max_rows * (most_keys / WORD_KEYS), /*huge_pages=*/false);
   }
 
   // For row r and the W keys from offset j on: dropped() is -1 in the lanes of dropped weights,
@@ -57,12 +57,12 @@ class DropoutMask {
   static constexpr int64_t WORD_KEYS = 64;  // keys whose bits are one word: dropout.SPAN
   static constexpr int WORD_COUNTERS = 8;   // counters of these keys: dropout.LANES
   const Params& params;
-  const int64_t rows;
-  // [tiles, rows, BLOCK_K / WORD_KEYS], one bit per key: 1 where its weight is dropped
+  const int64_t max_rows;  // of a block
+  // [tiles, max_rows, BLOCK_K / WORD_KEYS], one bit per key: 1 where its weight is dropped
   Buffer<uint64_t> dropped_bits;
 
   int64_t word_index(int64_t r, int64_t j) const {
-    return (j / BLOCK_K * rows + r) * (BLOCK_K / WORD_KEYS) + j % BLOCK_K / WORD_KEYS;
+    return (j / BLOCK_K * max_rows + r) * (BLOCK_K / WORD_KEYS) + j % BLOCK_K / WORD_KEYS;
   }
 
   // Philox-4x32-7, with its standard constants, of W / 2 counters (first_counter + lane, row,
@@ -82,8 +82,7 @@ class DropoutMask {
   }
 
   // The dropout bits of WORD_KEYS keys: a bit is 1 where the key's 16-bit random number is below
-  // drop_below. The keys share the WORD_COUNTERS counters from first_counter on, each of which
-  // gives 8 numbers.
+  // drop_below. The WORD_COUNTERS counters from first_counter on give 8 numbers each.
 #if defined(__AVX512BW__)
   uint64_t dropped_word(uint64_t first_counter, uint32_t row, uint32_t head_index) const {
     // The permutation counts in 16-bit elements. Elements 4 l and 4 l + 1 of words[i] are the lower

@@ -10,7 +10,7 @@ template <typename Phi>
 struct Worker {
   RowBlock<Phi> block;
   BlockOutput<Phi> output;
-  explicit Worker(const Params& params) : block(params, rows_per_block(params, false)), output(block) {}
+  explicit Worker(const Params& params) : block(params, rows_per_block(params, /*backward=*/false)), output(block) {}
 
   // Computes a query head of a decoding call. Values are searched for non-finite elements only if
   // the output has one. If the search finds one, the head is computed again. With LASER they are
@@ -19,7 +19,7 @@ struct Worker {
     const Params& params = block.params;
     KeyHeadData key_data;
     auto search_values = [&] {
-      pack_values(params, key_data, b, params.key_head_of(query_head), 0, params.key_length, false,
+      pack_values(params, key_data, b, params.key_head_of(query_head), 0, params.key_length, /*panels=*/false,
                   key_data.nonfinite_values, key_data.large_values);
     };
     if (params.laser) search_values();
@@ -82,8 +82,7 @@ struct Worker {
       }
     for (auto [index, exact] : exact_sums) output.out[index] = exact;
     for (int64_t r = 0; r < block.n_rows; ++r)
-      if (params.normaliser == L1 && block.count[r] == 1.0f && !output.zero_weights[r] && std::isfinite(block.norm[r]))
-        copy_only_value(r);
+      if (block.count[r] == 1.0f && !output.zero_weights[r] && std::isfinite(block.norm[r])) copy_only_value(r);
   }
 
   // The output of a row that sees one key: its value, without the rounding of log(e^v)
@@ -102,14 +101,14 @@ bool forward(const Params& params, void* out, float* statistics) {
     return parallel_for(params.threads, params.batch * params.heads, [&](int64_t item) {
       workers.mine().decode(item / params.heads, item % params.heads, out, statistics);
     });
-  int64_t key_heads = params.batch * params.key_heads, at_once = key_heads_at_once(params, false);
-  int64_t block_rows = rows_per_block(params, false), blocks = ceil_div(params.query_length, block_rows),
+  int64_t key_heads = params.batch * params.key_heads, at_once = key_heads_at_once(params, /*backward=*/false);
+  int64_t block_rows = rows_per_block(params, /*backward=*/false), blocks = ceil_div(params.query_length, block_rows),
           group = params.group();
   std::vector<KeyHeadData> key_data_at_once(at_once);
-  for (KeyHeadData& key_data : key_data_at_once) key_data.reserve(params, false);
+  for (KeyHeadData& key_data : key_data_at_once) key_data.reserve(params, /*backward=*/false);
   for (int64_t first_key_head = 0; first_key_head < key_heads; first_key_head += at_once) {
     int64_t n = std::min(at_once, key_heads - first_key_head);
-    if (!pack_key_heads(params, key_data_at_once, first_key_head, n, false)) return false;
+    if (!pack_key_heads(params, key_data_at_once, first_key_head, n, /*backward=*/false)) return false;
     // `item` is an index of [n key heads, blocks, query heads of a group].
     bool done = parallel_for(params.threads, n * group * blocks, [&](int64_t item) {
       // The last rows go first, because they take longest under a causal mask.

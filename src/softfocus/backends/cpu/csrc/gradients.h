@@ -12,16 +12,19 @@
 // row are multiplied by a number. The term o mean(g) comes from the threshold o sum_k phi_k / N:
 // each phi lowers every u. dL/dp follows from dA_j/dp = A_j (log u_j - sum_k A_k log u_k): u does
 // not depend on p.
-// gradients_dense.inl.h computes rows without re-weighting, over all keys.
-// gradients_reweighted.inl.h computes re-weighted rows, over lists of live keys.
 //
 // LASER (gradients_laser.inl.h): dL/d(A e^(V - M)) = dO / (A e^(V - M)) takes the place of dO. For
 // an exact sum this quotient may overflow. There it is set to 0, so that dA_j lacks the columns
 // with an exact sum. Their part of A_j dA_j is finite. It is kept as the exact term
 //     X_j = sum_d dO_d A_j e^(v_jd - out_d)                       over the exact sums d of the row
-// and is added to A_j dA_j wherever that product occurs:
+// and is added to A_j dA_j wherever that product occurs. In the formulas above it does, because
+// weight_scale is A_j / phi(s_j), and u_j^(p-1) / sum u^p is A_j / u_j:
 //     D = sum_j (A_j dA_j + X_j)
-//     A_j (dA_j - D) + X_j in place of A_j (dA_j - D), in dS, g and dL/dp
+//     dS_j = (A_j (dA_j - D) + X_j) phi'(s_j) / phi(s_j)          without re-weighting
+//     g_j = p (A_j (dA_j - D) + X_j) / u_j                        with it
+//     dL/dp = sum_j (A_j (dA_j - D) + X_j) log u_j
+// du_j/ds_j is inverse_spread * phi'(s_j). With re-weighting X_j therefore enters dS_j as
+// p X_j phi'(s_j) / (phi(s_j) - threshold), and all dS of the row through mean(g).
 #pragma once
 
 #include "output.h"
@@ -43,8 +46,9 @@ class RowGradients {
   RowBlock<Phi> block;
 
   // The lists of live keys fill only a part of their buffers, which therefore take no huge pages.
+  // In max_row_stride W elements for each row are slack for writes past the last list.
   explicit RowGradients(const Params& params)
-      : block(params, rows_per_block(params, true)),
+      : block(params, rows_per_block(params, /*backward=*/true)),
         output(block),
         grad_out(BLOCK_Q * block.padded_value_dim),
         grad_queries(BLOCK_Q * block.padded_dim),
@@ -52,14 +56,14 @@ class RowGradients {
         weights(params.reweighted ? 0 : BLOCK_Q * TILE_STRIDE),
         grad_scores(BLOCK_Q * TILE_STRIDE),
         key_scratch(BLOCK_K * block.padded_dim),
-        grad_exp_values(params.laser && !params.reweighted ? BLOCK_K * block.padded_value_dim : 0),
+        grad_shifted_exp_values(params.laser && !params.reweighted ? BLOCK_K * block.padded_value_dim : 0),
         grad_weights_data(block.max_rows * block.max_row_stride, /*huge_pages=*/!params.reweighted),
         list_keys(params.reweighted ? block.max_rows * block.max_row_stride : 0, /*huge_pages=*/false),
         list_u(params.reweighted ? block.max_rows * block.max_row_stride : 0, /*huge_pages=*/false),
         list_start(block.max_row_stride / BLOCK_K * BLOCK_Q),
         list_length(block.max_row_stride / BLOCK_K * BLOCK_Q) {
     if (params.laser) exact_terms.resize(BLOCK_Q * block.max_row_stride);
-    if (params.laser && !params.reweighted) exp_panels.resize(BLOCK_K * params.value_dim);
+    if (params.laser && !params.reweighted) shifted_exp_panels.resize(BLOCK_K * params.value_dim);
   }
 
   // Computes the gradients of the rows of a query head from start_q on. Adds to grad_keys [Lk,
@@ -74,7 +78,8 @@ class RowGradients {
     for (int64_t r = 0; r < BLOCK_Q; ++r) has_exact[r] = false;
     if (block.params.laser) laser_backward(grad_values);
     if (block.params.reweighted)
-      block.params.drop_below ? compute_listed_grad_weights<true>(grads) : compute_listed_grad_weights<false>(grads);
+      block.params.drop_below ? compute_listed_grad_weights</*DROPOUT=*/true>(grads)
+                              : compute_listed_grad_weights</*DROPOUT=*/false>(grads);
     else
       compute_dense_grad_weights();
     block.each_tile([&](int64_t start_k) { tile_gradients(start_k, grads, grad_keys, grad_values); });
@@ -91,13 +96,12 @@ class RowGradients {
   Buffer<float> key_scratch;     // [BLOCK_K, padded_dim], for keys that cannot be read in place
   // With LASER and without re-weighting: dL/d(e^(V - M)) of a tile, [BLOCK_K, padded_value_dim],
   // and e^(V - M) of a tile, [BLOCK_K / PANEL, Dv, PANEL]
-  Buffer<float> grad_exp_values, exp_panels;
+  Buffer<float> grad_shifted_exp_values, shifted_exp_panels;
   // dL/dA: without re-weighting an element for each score (grad_weights_row()), with re-weighting
   // one for each live key (grad_weights_of_lists())
   Buffer<float> grad_weights_data;
   // The live keys, counted from their tile's first. The lists of all rows follow one another.
-  // gather_live() writes up to W elements past the end of a list: W elements of slack at the very
-  // end are enough.
+  // gather_live() writes up to W elements past the end of a list.
   Buffer<uint8_t> list_keys;
   // u of the live keys, negative where dropout drops the weight; same indices
   Buffer<float> list_u;
@@ -167,14 +171,23 @@ class RowGradients {
 
   // gradients_dense.inl.h
   void compute_dense_grad_weights();
-  void pack_exp_values(int64_t start_k);
+  void add_delta_terms(int64_t r, int64_t start_k, KeyRange keys, vfloat& delta_sum, vfloat& n_positive);
+  void pack_shifted_exp_values(int64_t start_k);
   void clear_row(float* to, int64_t r, int64_t start_k);
   void set_seen_to_nan(float* row, int64_t r, int64_t start_k) const;
   void dense_grad_scores(int64_t r, int64_t start_k);
 
   // gradients_reweighted.inl.h
+  struct RowSums {  // over the live keys of a row; _da: each term times dA
+    // For delta, sum g and dL/dp: sums of u^p, u^(p-1) and u^p log u
+    DoubleSum u_p, u_p_da, u_pm1, u_pm1_da, u_p_log, u_p_log_da;
+    int64_t n_live = 0;
+  };
   template <bool DROPOUT>
   void compute_listed_grad_weights(const GradientTensors& grads);
+  template <bool DROPOUT>
+  void add_to_row_sums(float power, const float* u_list, int64_t n, bool with_log, float* da, RowSums& sum) const;
+  void finish_listed_row(int64_t r, const RowSums& sum, bool with_log);
   float u_at(int64_t r, int64_t j) const;
   void add_exact_terms(int64_t r, double& delta_i, double& exact_over_u);
   // listed_grad_scores() computes dL/ds and also adds dV, in scatter_grad_phi().
@@ -191,20 +204,20 @@ class RowGradients {
     int64_t first_key = block.key_begin + start_k, stop_key = std::min(first_key + BLOCK_K, params.key_length),
             n = stop_key - first_key;
     RowView k = view_keys(params, *block.key_data, block.batch_index, block.key_head, first_key, stop_key, key_scratch);
-    RowView exp_values{nullptr, 0};
-    if (params.laser) exp_values = output.tile_operand(block, start_k);
+    RowView shifted_exp_values{nullptr, 0};
+    if (params.laser) shifted_exp_values = output.prepare_tile_operand(block, start_k);
     for (int64_t strip = 0; strip < block.padded_rows() / MR; ++strip)
       strip_keys[strip] = block.strip_range(strip * MR, start_k);
     float *tile_grad_keys = grad_keys + first_key * block.padded_dim,
           *tile_grad_values = grad_values + first_key * block.padded_value_dim;
     if (params.reweighted)
-      params.drop_below ? listed_grad_scores<true>(start_k, exp_values, tile_grad_values)
-                        : listed_grad_scores<false>(start_k, exp_values, tile_grad_values);
+      params.drop_below ? listed_grad_scores</*DROPOUT=*/true>(start_k, shifted_exp_values, tile_grad_values)
+                        : listed_grad_scores</*DROPOUT=*/false>(start_k, shifted_exp_values, tile_grad_values);
     else
       for (int64_t r = 0; r < block.padded_rows(); ++r) dense_grad_scores(r, start_k);
     if (grads.grad_bias.data) add_bias_gradient(start_k, n, grads.grad_bias);
     add_query_gradients(start_k, n, k);
-    add_key_gradients(start_k, n, tile_grad_keys, tile_grad_values, exp_values);
+    add_key_gradients(start_k, n, tile_grad_keys, tile_grad_values, shifted_exp_values);
   }
 
   // dQ += dS K for the n keys of a tile, strip by strip; write_query_gradients() multiplies by c_i
@@ -212,54 +225,67 @@ class RowGradients {
     int64_t width = block.padded_dim;
     for (int64_t r = 0; r < block.n_rows; r += MR) {
       KeyRange keys = strip_keys[r / MR];
+      if (keys.empty()) continue;
       int64_t skip = keys.begin - start_k, depth = std::min(keys.end - start_k, n) - skip;
-      if (!keys.empty())
-        product<MR>(width / W, depth, grad_scores + r * TILE_STRIDE + skip, TILE_STRIDE, 1, k.data + skip * k.stride,
-                    k.stride, grad_queries + r * width, width, true);
+      product<MR>(width / W, depth, grad_scores + r * TILE_STRIDE + skip, TILE_STRIDE, /*a_column_stride=*/1,
+                  k.data + skip * k.stride, k.stride, grad_queries + r * width, width, /*add=*/true);
     }
   }
 
   // dK += dS^T (c Q). Without re-weighting also dV += A^T dO; with LASER dV += (A^T G) * e^(V - M),
   // G = dL/d(A e^(V - M)), which is in grad_out. Re-weighted rows have added their dV already
   // (listed_grad_scores()). For the n keys of a tile, MR at a time and then one by one: to_keys [n,
-  // padded_dim], to_values [n, padded_value_dim]. The sum runs from the first to the last strip
-  // that sees one of them.
-  void add_key_gradients(int64_t start_k, int64_t n, float* to_keys, float* to_values, RowView exp_values) {
+  // padded_dim], to_values [n, padded_value_dim].
+  void add_key_gradients(int64_t start_k, int64_t n, float* to_keys, float* to_values, RowView shifted_exp_values) {
     int64_t width = block.padded_dim, padded_value_dim = block.padded_value_dim;
-    bool laser = block.params.laser, dense = !block.params.reweighted;
+    bool laser = block.params.laser;
     bool all_keys = true;  // every strip sees the whole tile
     for (int64_t strip = 0; strip < block.padded_rows() / MR; ++strip)
       all_keys &= strip_keys[strip].begin == start_k && strip_keys[strip].end == start_k + BLOCK_K;
-    for (int64_t j = 0, step; j < n; j += step) {
-      step = j + MR <= n ? MR : 1;
-      int64_t begin_q = all_keys ? 0 : BLOCK_Q, end_q = all_keys ? block.padded_rows() : 0;
-      for (int64_t r = 0; r < block.n_rows && !all_keys; r += MR)
-        if (strip_keys[r / MR].begin < start_k + j + step && strip_keys[r / MR].end > start_k + j)
-          begin_q = std::min(begin_q, r), end_q = r + MR;
-      if (begin_q >= end_q) continue;
-      int64_t depth = end_q - begin_q;
-      transposed_product(step, grad_scores + begin_q * TILE_STRIDE + j, depth, scaled_queries + begin_q * width, width,
-                         to_keys + j * width, true);
-      if (!dense) continue;
-      float* to = laser ? grad_exp_values + j * padded_value_dim : to_values + j * padded_value_dim;
-      transposed_product(step, weights + begin_q * TILE_STRIDE + j, depth, grad_out + begin_q * padded_value_dim,
-                         padded_value_dim, to, !laser);
-      for (int64_t i = j; i < j + step && laser; ++i)
-        for (int64_t d = 0; d < padded_value_dim; d += W) {
-          float* target = to_values + i * padded_value_dim + d;
-          store(target, load(target) + load(grad_exp_values + i * padded_value_dim + d) *
-                                           load(exp_values.data + i * exp_values.stride + d));
-        }
+    for (int64_t j = 0, n_keys; j < n; j += n_keys) {
+      n_keys = j + MR <= n ? MR : 1;
+      auto [begin_row, stop_row] =
+          all_keys ? std::pair(int64_t(0), block.padded_rows()) : rows_that_see(start_k, j, n_keys);
+      if (begin_row >= stop_row) continue;
+      int64_t depth = stop_row - begin_row;
+      transposed_product(n_keys, grad_scores + begin_row * TILE_STRIDE + j, depth, scaled_queries + begin_row * width,
+                         width, to_keys + j * width, /*add=*/true);
+      if (block.params.reweighted) continue;
+      float* to = laser ? grad_shifted_exp_values + j * padded_value_dim : to_values + j * padded_value_dim;
+      transposed_product(n_keys, weights + begin_row * TILE_STRIDE + j, depth, grad_out + begin_row * padded_value_dim,
+                         padded_value_dim, to, /*add=*/!laser);
+      if (laser) add_shifted_exp_gradients(j, n_keys, shifted_exp_values, to_values);
     }
+  }
+
+  // From the first to the last strip that sees one of the n_keys keys of a tile from its j-th on.
+  // dS and A of a strip in between that sees none are 0.
+  std::pair<int64_t, int64_t> rows_that_see(int64_t start_k, int64_t j, int64_t n_keys) const {
+    int64_t begin_row = BLOCK_Q, stop_row = 0;
+    for (int64_t r = 0; r < block.n_rows; r += MR)
+      if (strip_keys[r / MR].begin < start_k + j + n_keys && strip_keys[r / MR].end > start_k + j)
+        begin_row = std::min(begin_row, r), stop_row = r + MR;
+    return {begin_row, stop_row};
+  }
+
+  // dV += dL/d(e^(V - M)) * e^(V - M) for the n_keys keys of a tile from its j-th on
+  void add_shifted_exp_gradients(int64_t j, int64_t n_keys, RowView shifted_exp_values, float* to_values) {
+    int64_t width = block.padded_value_dim;
+    for (int64_t i = j; i < j + n_keys; ++i)
+      for (int64_t d = 0; d < width; d += W) {
+        float* target = to_values + i * width + d;
+        store(target, load(target) + load(grad_shifted_exp_values + i * width + d) *
+                                         load(shifted_exp_values.data + i * shifted_exp_values.stride + d));
+      }
   }
 
   // C [n_keys, width] (+)= A^T B for MR keys, or one: A [depth, TILE_STRIDE], B [depth, width]
   static void transposed_product(int64_t n_keys, const float* a, int64_t depth, const float* b, int64_t width, float* c,
                                  bool add) {
     if (n_keys == MR)
-      product<MR>(width / W, depth, a, 1, TILE_STRIDE, b, width, c, width, add);
+      product<MR>(width / W, depth, a, /*a_row_stride=*/1, TILE_STRIDE, b, width, c, width, add);
     else
-      product<1>(width / W, depth, a, 1, TILE_STRIDE, b, width, c, width, add);
+      product<1>(width / W, depth, a, /*a_row_stride=*/1, TILE_STRIDE, b, width, c, width, add);
   }
 
   // Adds dS of the n keys of a tile to grad_bias, whose strides are 0 where it is broadcast.

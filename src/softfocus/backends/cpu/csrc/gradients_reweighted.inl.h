@@ -1,6 +1,6 @@
 // Part of class RowGradients; included by gradients.h. Re-weighted rows ("listed"). dL/dA, A and g
-// are needed for live keys only, which are listed. The threshold makes dL/ds dense: through the row
-// mean every visible key gets -o mean(g).
+// are needed for live keys only, which are listed. dL/ds is dense: through the threshold every
+// visible key gets -o mean(g).
 #pragma once
 
 #include "gradients.h"
@@ -12,83 +12,88 @@ namespace softfocus {
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors& grads) {
-  // Sums of u^p, u^(p-1) and u^p log u over the live keys; _grad: each term times dA. delta needs
-  // the first pair, sum g the second, dL/dp the third.
-  struct RowSums {
-    DoubleSum u_p, u_p_grad, u_pm1, u_pm1_grad, u_p_log, u_p_log_grad;
-    int64_t n_live = 0;
-  } sums[BLOCK_Q];
+  RowSums sums[BLOCK_Q];
+  bool with_log = grads.grad_power;  // the sums of u^p log u are wanted
   // The lists of all rows and tiles follow one another without gaps. A loop over whole vectors
   // reads past the end of a list. It then reads the list of the next row of the same tile, or
   // zeros. Both are keys of the tile, so that their values may be read. Their u is set to 0. Writes
   // of dL/dA past the end of a list are overwritten when the next list is computed.
   int64_t next = 0;  // where the next list begins
   block.each_tile([&](int64_t start_k) {
-    RowView v = output.tile_operand(block, start_k);
+    RowView v = output.prepare_tile_operand(block, start_k);
     for (int64_t first_row = 0; first_row < block.n_rows; first_row += LISTS) {
       int64_t stop_row = std::min(first_row + LISTS, block.n_rows);
       for (int64_t r = first_row; r < stop_row; ++r) {
-        int64_t i = list_index(r, start_k),
-                n = block.fully_masked[r]
-                        ? 0
-                        : block.template gather_live<DROPOUT>(r, start_k, list_keys + next, list_u + next);
+        int64_t i = list_index(r, start_k), n = 0;
+        if (!block.fully_masked[r])
+          n = block.template gather_live<DROPOUT>(r, start_k, list_keys + next, list_u + next);
         list_start[i] = next, list_length[i] = uint8_t(n), next += n;
       }
       for (int64_t r = first_row; r < stop_row; ++r) {
         int64_t start = list_start[list_index(r, start_k)], n = list_length[list_index(r, start_k)];
         float* da = grad_weights_of_lists() + start;
-        const float* u_list = list_u + start;
         if (block.has_next_tile(start_k)) prefetch_next_tile(v.data, v.stride, r, block.padded_value_dim);
         listed_dots(grad_out + r * block.padded_value_dim, block.padded_value_dim, n, list_keys + start, v, da);
-        RowSums& row = sums[r];
-        row.n_live += n;
-        RowBlock<Phi>::with_powers(block.power[r], [&](auto powers) {
-          for (int64_t e = 0; e < n; e += W) {
-            vfloat u = lane_index() < int32_t(n - e) ? load(u_list + e) : vfloat{}, da_e = load(da + e), u_p, u_pm1;
-            if constexpr (DROPOUT) {
-              da_e *= dropout_factor(u);
-              store(da + e, da_e);
-              u = absolute(u);
-            }
-            powers(u, u_p, u_pm1);
-            u_p = u == 0.0f ? vfloat{} : u_p;  // entries after the list's end
-            u_pm1 = u == 0.0f ? vfloat{} : u_pm1;
-            row.u_p.add(u_p), row.u_p_grad.add_product(u_p, da_e);
-            row.u_pm1.add(u_pm1), row.u_pm1_grad.add_product(u_pm1, da_e);
-            if (grads.grad_power) {
-              // After the list's end u is 0, and log u is -inf.
-              vfloat u_p_log = u == 0.0f ? vfloat{} : u_p * logarithm(u);
-              row.u_p_log.add(u_p_log), row.u_p_log_grad.add_product(u_p_log, da_e);
-            }
-          }
-        });
+        add_to_row_sums<DROPOUT>(block.power[r], list_u + start, n, with_log, da, sums[r]);
       }
     }
   });
-  for (int64_t r = 0; r < block.n_rows; ++r) {
-    if (block.fully_masked[r]) continue;
-    const RowSums& row = sums[r];
-    double power_sum = row.u_p.total(), power = block.power[r],
-           delta_i = power_sum == 0.0 ? 0.0 : row.u_p_grad.total() / power_sum;
-    if (!has_exact[r]) single_key[r] = row.n_live == 1;  // else laser_backward() has set it
-    precise_inverse_power_sum[r] = power_sum == 0.0 ? 1.0f : float(1.0 / power_sum);
-    if (!std::isfinite(block.norm[r])) precise_inverse_power_sum[r] = std::numeric_limits<float>::quiet_NaN();
-    double exact_over_u = 0.0;  // sum_j X_j / u_j
-    if (has_exact[r]) add_exact_terms(r, delta_i, exact_over_u);
-    delta[r] = float(delta_i);
-    delta_error[r] = float(delta_i - delta[r]);
-    // Such a row has dS = 0 and dL/dp = 0: power_over_sum, mean_term and grad_power stay 0.
-    if (constant_weights(r)) continue;
-    power_over_sum[r] = power * precise_inverse_power_sum[r];
-    // sum_j g_j; the exact term's part of g_j is p X_j / u_j
-    double g_sum = power_over_sum[r] * (row.u_pm1_grad.total() - delta_i * row.u_pm1.total()) + power * exact_over_u;
-    mean_term[r] = block.threshold_on[r] == 0.0f ? 0.0f : float(-g_sum / block.count[r] * block.inverse_spread[r]);
-    // dL/dp = sum_j (A_j (dA_j - D) + X_j) log u_j, but 0 in a tied row, which keeps its l1
-    // weights. In a non-finite row peak is NaN and the condition holds: a NaN reaches dL/dp.
-    if (grads.grad_power && !(block.peak[r] <= TIE_TOLERANCE))
-      grad_power[r] = float((row.u_p_log_grad.total() - delta_i * row.u_p_log.total()) * precise_inverse_power_sum[r] +
-                            (has_exact[r] ? exact_log_sum[r] : 0.0));
-  }
+  for (int64_t r = 0; r < block.n_rows; ++r)
+    if (!block.fully_masked[r]) finish_listed_row(r, sums[r], with_log);
+}
+
+// Adds the n keys of a list to the sums of its row. Applies the dropout factors to `da`, dL/dA.
+template <typename Phi>
+template <bool DROPOUT>
+__attribute__((always_inline)) inline void RowGradients<Phi>::add_to_row_sums(float power, const float* u_list,
+                                                                              int64_t n, bool with_log, float* da,
+                                                                              RowSums& sum) const {
+  sum.n_live += n;
+  RowBlock<Phi>::with_powers(power, [&](auto powers) {
+    for (int64_t e = 0; e < n; e += W) {
+      vfloat u = lane_index() < int32_t(n - e) ? load(u_list + e) : vfloat{}, da_e = load(da + e), u_p, u_pm1;
+      if constexpr (DROPOUT) {
+        da_e *= dropout_factor(u);
+        store(da + e, da_e);
+        u = absolute(u);
+      }
+      powers(u, u_p, u_pm1);
+      u_p = u == 0.0f ? vfloat{} : u_p;  // entries after the list's end
+      u_pm1 = u == 0.0f ? vfloat{} : u_pm1;
+      sum.u_p.add(u_p), sum.u_p_da.add_product(u_p, da_e);
+      sum.u_pm1.add(u_pm1), sum.u_pm1_da.add_product(u_pm1, da_e);
+      if (with_log) {
+        // After the list's end u is 0, and log u is -inf.
+        vfloat u_p_log = u == 0.0f ? vfloat{} : u_p * logarithm(u);
+        sum.u_p_log.add(u_p_log), sum.u_p_log_da.add_product(u_p_log, da_e);
+      }
+    }
+  });
+}
+
+// Computes the constants of a row's gradients from its sums.
+template <typename Phi>
+inline void RowGradients<Phi>::finish_listed_row(int64_t r, const RowSums& sum, bool with_log) {
+  double power_sum = sum.u_p.total(), power = block.power[r],
+         delta_i = power_sum == 0.0 ? 0.0 : sum.u_p_da.total() / power_sum;
+  if (!has_exact[r]) single_key[r] = sum.n_live == 1;  // else laser_backward() has set it
+  precise_inverse_power_sum[r] = power_sum == 0.0 ? 1.0f : float(1.0 / power_sum);
+  if (!std::isfinite(block.norm[r])) precise_inverse_power_sum[r] = std::numeric_limits<float>::quiet_NaN();
+  double exact_over_u = 0.0;  // sum_j X_j / u_j
+  if (has_exact[r]) add_exact_terms(r, delta_i, exact_over_u);
+  delta[r] = float(delta_i);
+  delta_error[r] = float(delta_i - delta[r]);
+  // Such a row has dS = 0 and dL/dp = 0: power_over_sum, mean_term and grad_power stay 0.
+  if (constant_weights(r)) return;
+  power_over_sum[r] = power * precise_inverse_power_sum[r];
+  // sum_j g_j; the exact term's part of g_j is p X_j / u_j
+  double g_sum = power_over_sum[r] * (sum.u_pm1_da.total() - delta_i * sum.u_pm1.total()) + power * exact_over_u;
+  mean_term[r] = block.threshold_on[r] == 0.0f ? 0.0f : float(-g_sum / block.count[r] * block.inverse_spread[r]);
+  // dL/dp = sum_j (A_j (dA_j - D) + X_j) log u_j, but 0 in a tied row, which keeps its l1 weights.
+  // In a non-finite row peak is NaN and the condition holds: a NaN reaches dL/dp.
+  if (with_log && !(block.peak[r] <= TIE_TOLERANCE))
+    grad_power[r] = float((sum.u_p_log_da.total() - delta_i * sum.u_p_log.total()) * precise_inverse_power_sum[r] +
+                          (has_exact[r] ? exact_log_sum[r] : 0.0));
 }
 
 // u of a row at offset j
@@ -163,9 +168,9 @@ inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowV
   });
   for (int64_t e = 0; e < n; ++e) to[key[e]] = grad_phi[e];
   if (block.params.laser)
-    scatter_add<true>(grad_out + r * width, width, n, key, a, v, grad_values);
+    scatter_add</*LASER=*/true>(grad_out + r * width, width, n, key, a, v, grad_values);
   else
-    scatter_add<false>(grad_out + r * width, width, n, key, a, v, grad_values);
+    scatter_add</*LASER=*/false>(grad_out + r * width, width, n, key, a, v, grad_values);
 }
 
 // Turns g * inverse_spread of a row into dL/ds: adds mean_term, multiplies by phi'(s), adds the
@@ -181,29 +186,29 @@ inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k
   vfloat mean = splat(mean_term[r]);
   bool add_exact = has_exact[r] && !constant_weights(r);
   block.with_row_phi(r, [&](auto phi) {
-    auto vectors = [&](int64_t j, auto count) {
-      constexpr int N = decltype(count)::value;
+    auto convert_vectors = [&](int64_t first, auto n_vectors) {
+      constexpr int N = decltype(n_vectors)::value;
       vfloat x[N];
-      unroll<N>([&](int i) { x[i] = load(stored + j + i * W); });
+      unroll<N>([&](int i) { x[i] = load(stored + first + i * W); });
       phi.derivative(x);  // x is phi'(s) from here on
       unroll<N>([&](int i) {
-        // 0 where phi' is 0, as for a key that the row does not see, even if delta or mean_term is
-        // NaN
-        vfloat grad_s = x[i] == 0.0f ? vfloat{} : x[i] * (load(ds + (j - start_k) + i * W) + mean);
+        int64_t j = first + i * W;
+        // 0 for a key that the row does not see, even if delta or mean_term is NaN
+        vfloat grad_s = x[i] == 0.0f ? vfloat{} : x[i] * (load(ds + (j - start_k)) + mean);
         if (add_exact) {
-          vfloat term = load(exact_terms + r * block.row_stride + j + i * W);
+          vfloat term = load(exact_terms + r * block.row_stride + j);
           // d log u / ds is phi' / (phi - threshold). Without a threshold it is phi' / phi, which
           // log_derivative() gives even where phi underflows.
-          vfloat stored_j = load(stored + j + i * W), log_derivative = phi.log_derivative(stored_j);
+          vfloat stored_j = load(stored + j), log_derivative = phi.log_derivative(stored_j);
           if (block.threshold[r] != 0.0f) log_derivative = x[i] / (phi.value(stored_j) - block.threshold[r]);
           grad_s += term == 0.0f ? vfloat{} : term * (block.power[r] * log_derivative);
         }
-        store(ds + (j - start_k) + i * W, grad_s);
+        store(ds + (j - start_k), grad_s);
       });
     };
     int64_t j = keys.begin;
-    for (; j + 4 * W <= keys.end; j += 4 * W) vectors(j, std::integral_constant<int, 4>{});
-    for (; j < keys.end; j += W) vectors(j, std::integral_constant<int, 1>{});
+    for (; j + UNROLL * W <= keys.end; j += UNROLL * W) convert_vectors(j, std::integral_constant<int, UNROLL>{});
+    for (; j < keys.end; j += W) convert_vectors(j, std::integral_constant<int, 1>{});
   });
 }
 

@@ -38,8 +38,7 @@ inline void exp_row(const float* x, const float* shift, int64_t width, float* to
 // e^x for x <= 0, or 0 where float rounds it to 0. Most terms of an exact sum are that small.
 inline double exponential_or_zero(double x) { return x < -105.0 ? 0.0 : std::exp(x); }
 
-// log sum_i e^term(i) for 0 <= i < n, in double since values may be large. At least one term is
-// finite.
+// log sum_i e^term(i), 0 <= i < n, in double: values may be large. At least one term is finite.
 template <typename F>
 inline double log_sum_exp(int64_t n, F&& term) {
   double maximum = -INF, sum = 0.0;

@@ -122,8 +122,8 @@ inline void listed_dots(const float* row, int64_t n, const uint8_t* keys, RowVie
 // The same for a row [width] of whole vectors, with 0 after the n-th dot product
 inline void listed_dots(const float* row, int64_t width, int64_t n, const uint8_t* keys, RowView v, float* to) {
   int64_t d = 0;
-  for (; d + 4 * W <= width; d += 4 * W) listed_dots<4>(row + d, n, keys, {v.data + d, v.stride}, to, d > 0);
-  for (; d < width; d += W) listed_dots<1>(row + d, n, keys, {v.data + d, v.stride}, to, d > 0);
+  for (; d + 4 * W <= width; d += 4 * W) listed_dots<4>(row + d, n, keys, {v.data + d, v.stride}, to, /*add=*/d > 0);
+  for (; d < width; d += W) listed_dots<1>(row + d, n, keys, {v.data + d, v.stride}, to, /*add=*/d > 0);
   for (int64_t e = n; e < round_up(n, W); ++e) to[e] = 0.0f;
 }
 

@@ -12,21 +12,24 @@ class BlockOutput {
  public:
   Buffer<float> out;                 // [BLOCK_Q, padded_value_dim]
   float inverse_power_sum[BLOCK_Q];  // 1 / sum u^p of re-weighted rows; sums of tiles in float
-  bool zero_weights[BLOCK_Q];        // rows whose weights are all 0; with the l1 norm only
+  bool zero_weights[BLOCK_Q];        // rows fully masked or without weights; with the l1 norm only
   ColumnShift column_shift;
 
   explicit BlockOutput(const RowBlock<Phi>& block)
       : out(BLOCK_Q * block.padded_value_dim),
         value_scratch(BLOCK_K * block.padded_value_dim),
         weights(MR * BLOCK_K),
-        row_log_u(block.params.laser ? block.max_row_stride : 0) {}
+        row_log_u(block.params.laser ? block.max_padded_keys() : 0) {}
 
   // Computes the public members for a block whose weights are known.
-  void compute(const RowBlock<Phi>& block) { block.params.drop_below ? compute<true>(block) : compute<false>(block); }
+  void compute(const RowBlock<Phi>& block) {
+    block.params.drop_below ? compute</*DROPOUT=*/true>(block) : compute</*DROPOUT=*/false>(block);
+  }
 
   // What the weights of a tile multiply: V, with LASER e^(V - M). [n, stride] for the n <= BLOCK_K
-  // keys that exist. It may be in a scratch buffer, which the next call overwrites.
-  RowView tile_operand(const RowBlock<Phi>& block, int64_t start_k) {
+  // keys that exist. It may be in a scratch buffer, which the next call overwrites. With LASER and
+  // M not 0, the first pass over the tiles after choose() also records the large values.
+  RowView prepare_tile_operand(const RowBlock<Phi>& block, int64_t start_k) {
     const Params& params = block.params;
     int64_t first_key = block.key_begin + start_k, stop_key = std::min(first_key + BLOCK_K, params.key_length);
     auto values = [&] {
@@ -34,12 +37,12 @@ class BlockOutput {
                          value_scratch);
     };
     if (!params.laser) return values();
-    return column_shift.exp_values(*block.key_data, values, first_key, stop_key - first_key, block.padded_value_dim,
-                                   params.value_dim);
+    return column_shift.shifted_exp_values(*block.key_data, values, first_key, stop_key - first_key,
+                                           block.padded_value_dim, params.value_dim);
   }
 
   // Calls f(r, column, keys, log_u) for each exact sum, row by row; `keys` are the row's
-  // WeightedKeys, log_u [row_stride - W] is what RowBlock::compute_log_u() writes.
+  // WeightedKeys, log_u [padded_keys()] is what RowBlock::compute_log_u() writes.
   template <typename F>
   void each_exact_sum(RowBlock<Phi>& block, F&& f) {
     const Params& params = block.params;
@@ -47,14 +50,15 @@ class BlockOutput {
     std::vector<uint8_t> has_weight(block.n_rows);                        // of last_key, by row
     int64_t last_key = -1;
     for (auto [key, d] : column_shift.large) {  // the entries of a key come together
-      for (int64_t r = 0; r < block.n_rows && key != last_key; ++r)
-        has_weight[r] = !block.fully_masked[r] && block.sees(r, key) && block.has_weight(r, key);
+      if (key != last_key)
+        for (int64_t r = 0; r < block.n_rows; ++r)
+          has_weight[r] = !block.fully_masked[r] && block.sees(r, key) && block.has_weight(r, key);
       last_key = key;
       for (int64_t r = 0; r < block.n_rows; ++r)
         if (has_weight[r]) sees_large[r * params.value_dim + d] = 1;
     }
     for (int64_t r = 0; r < block.n_rows; ++r) {
-      if (zero_weights[r] || block.fully_masked[r] || !std::isfinite(block.norm[r])) continue;
+      if (zero_weights[r] || !std::isfinite(block.norm[r])) continue;
       bool ready = false;
       // A phi below 1e-38 underflows. Relative to norm that is a weight of 1e-38 / norm, so the
       // limit grows as 1 / norm. Re-weighted rows need no such factor: their largest u^p is 1, in
@@ -79,7 +83,7 @@ class BlockOutput {
   // [BLOCK_K, padded_value_dim], values of a tile that cannot be read in place
   Buffer<float> value_scratch;
   Buffer<float> weights;    // [MR, BLOCK_K], the weights of a strip in a tile
-  Buffer<float> row_log_u;  // [row_stride - W], for LASER: log u of a row (compute_log_u())
+  Buffer<float> row_log_u;  // [padded_keys()], for LASER: log u of a row (compute_log_u())
   WeightedKeys weighted_keys;
 
   // DROPOUT is a template argument because listing live keys takes most of the time: a test inside
@@ -109,7 +113,7 @@ class BlockOutput {
     int64_t padded_value_dim = block.padded_value_dim;
     DoubleSum row_sums[BLOCK_Q];
     block.each_tile([&](int64_t start_k) {
-      RowView v = tile_operand(block, start_k);
+      RowView v = prepare_tile_operand(block, start_k);
       for (int64_t r = 0; r < block.n_rows; r += LISTS) {
         // Rows after n_rows have empty lists. Their `out` is not used.
         live.template gather<DROPOUT>(block, r, start_k);
@@ -135,21 +139,19 @@ class BlockOutput {
                          row_pointer<decltype(element)>(value, block.batch_index, block.key_head, first_key),
                          value.stride[2]);
         });
-      RowView v = tile_operand(block, start_k);
+      RowView v = prepare_tile_operand(block, start_k);
       add_dense_tile(block, start_k, v.data, v.stride);
     });
   }
 
-  // In decoding a query head reads each value only once. It is therefore read in place in every
-  // dtype.
+  // In decoding a query head reads each value once, and therefore in place, in every dtype.
   static bool values_in_place(const RowBlock<Phi>& block) {
     const Params& params = block.params;
     return !block.key_data->packed && !params.laser && block.key_data->nonfinite_values.empty() &&
            contiguous_rows(params.value, params.value_dim);
   }
 
-  // out += weights of a tile [BLOCK_Q, BLOCK_K] times its values [BLOCK_K, stride], without
-  // re-weighting
+  // out += weights of a tile times its values [BLOCK_K, stride], without re-weighting
   template <typename T>
   void add_dense_tile(const RowBlock<Phi>& block, int64_t start_k, const T* values, int64_t stride) {
     int64_t padded_value_dim = block.padded_value_dim, vectors = padded_value_dim / W,
@@ -163,23 +165,31 @@ class BlockOutput {
       bool all_read_stored = true;
       for (int64_t i = 0; i < strip_rows; ++i) all_read_stored &= block.reads_stored_as_weights(r + i);
       if (!all_read_stored) {
-        for (int64_t i = 0; i < strip_rows; ++i)
-          block.with_row_phi(r + i, [&](auto phi) {
-            // A row's output does not depend on the other rows of its strip.
-            vfloat scale = splat(block.reads_stored_as_weights(r + i) ? 1.0f : block.weight_scale[r + i]);
-            for (int64_t j = 0; j < strip_keys.end - strip_keys.begin; j += W)
-              store(weights + i * BLOCK_K + j, phi.value(load(a + i * BLOCK_K + j)) * scale);
-            if (block.params.drop_below) block.apply_dropout(r + i, strip_keys, weights + i * BLOCK_K);
-          });
+        for (int64_t i = 0; i < strip_rows; ++i) fill_weights(block, r + i, start_k, strip_keys, weights + i * BLOCK_K);
         a = weights;
       }
       const T* v = values + (strip_keys.begin - start_k) * stride;
       if (strip_rows == MR)
-        product<MR>(vectors, depth, a, BLOCK_K, 1, v, stride, out + r * padded_value_dim, padded_value_dim, true);
-      for (int64_t i = 0; i < strip_rows && strip_rows < MR; ++i)
-        product<1>(vectors, depth, a + i * BLOCK_K, BLOCK_K, 1, v, stride, out + (r + i) * padded_value_dim,
-                   padded_value_dim, true);
+        product<MR>(vectors, depth, a, BLOCK_K, /*a_column_stride=*/1, v, stride, out + r * padded_value_dim,
+                    padded_value_dim, /*add=*/true);
+      else
+        for (int64_t i = 0; i < strip_rows; ++i)
+          product<1>(vectors, depth, a + i * BLOCK_K, BLOCK_K, /*a_column_stride=*/1, v, stride,
+                     out + (r + i) * padded_value_dim, padded_value_dim, /*add=*/true);
     }
+  }
+
+  // Writes a row's weights in a tile to row_weights, of which row_weights[0] belongs to the key at
+  // keys.begin. A row that may read stored scores takes scale 1 here, too: its output has the same
+  // bits whether or not other rows of the strip need this copy. scale_row() multiplies it.
+  void fill_weights(const RowBlock<Phi>& block, int64_t r, int64_t start_k, KeyRange keys, float* row_weights) {
+    const float* stored = block.tile_row(r, start_k) + keys.begin;
+    vfloat scale = splat(block.reads_stored_as_weights(r) ? 1.0f : block.weight_scale[r]);
+    block.with_row_phi(r, [&](auto phi) {
+      for (int64_t j = 0; j < keys.end - keys.begin; j += W)
+        store(row_weights + j, phi.value(load(stored + j)) * scale);
+    });
+    if (block.params.drop_below) block.apply_dropout(r, keys, row_weights);
   }
 
   // decode_output.inl.h
@@ -187,15 +197,15 @@ class BlockOutput {
   float add_live_values(const RowBlock<Phi>& block, int64_t r);
 
   // Applies the factors that the products left out: 1 / sum u^p and the dropout scale, or
-  // weight_scale.
+  // weight_scale. For other rows without re-weighting fill_weights() has applied all: factor 1.
   void scale_row(const RowBlock<Phi>& block, int64_t r, float power_sum) {
     float factor = 1.0f;
-    inverse_power_sum[r] = 1.0f;
+    inverse_power_sum[r] = power_sum == 0.0f ? 1.0f : 1.0f / power_sum;
     zero_weights[r] = block.params.normaliser == L1 && block.log_norm[r] == -INF;
     if (block.params.reweighted && !std::isfinite(block.norm[r]))
       factor = std::numeric_limits<float>::quiet_NaN();  // u and its sum may be finite
     else if (block.params.reweighted)
-      factor = (inverse_power_sum[r] = power_sum == 0.0f ? 1.0f : 1.0f / power_sum) * block.dropout.keep_scale;
+      factor = inverse_power_sum[r] * block.dropout.keep_scale;
     else if (block.reads_stored_as_weights(r))
       factor = block.weight_scale[r];
     float* row = out + r * block.padded_value_dim;

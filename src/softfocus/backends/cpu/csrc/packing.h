@@ -40,11 +40,13 @@ struct KeyHeadData {
   bool any_nonfinite_key = false;
   bool packed = false;  // false in decoding, which packs neither keys nor values
 
+  // A backward without re-weighting reads panels (compute_dense_grad_weights()).
+  static bool needs_value_panels(const Params& params, bool backward) { return backward && !params.reweighted; }
+
   // A forward and a re-weighted or LASER backward read values as rows. They are copied unless they
-  // can be read in place. A backward without re-weighting reads panels
-  // (compute_dense_grad_weights()). With LASER and without re-weighting it reads both.
+  // can be read in place. A LASER backward without re-weighting reads both panels and rows.
   static bool needs_value_rows(const Params& params, bool backward) {
-    return (!backward || params.reweighted || params.laser) &&
+    return (!needs_value_panels(params, backward) || params.laser) &&
            !contiguous_float_rows(params.value, params.dtype, params.value_dim);
   }
 
@@ -52,7 +54,7 @@ struct KeyHeadData {
   static int64_t bytes(const Params& params, bool backward) {
     // Floats per key; AMX's keys have half the size.
     int64_t key_columns = uses_amx(params) ? round_up(params.head_dim, AMX_DIMS) / 2 : params.head_dim;
-    int64_t columns = key_columns + params.value_dim * ((backward && !params.reweighted) +
+    int64_t columns = key_columns + params.value_dim * (needs_value_panels(params, backward) +
                                                         needs_value_rows(params, backward) + params.laser);
     return 4 * params.key_length * columns;
   }
@@ -69,7 +71,7 @@ struct KeyHeadData {
     }
     key_rnorm.resize(length);
     key_nonfinite.resize(length);
-    if (backward && !params.reweighted) value_panels.resize(length * params.value_dim);
+    if (needs_value_panels(params, backward)) value_panels.resize(length * params.value_dim);
     if (needs_value_rows(params, backward)) value_rows.resize(params.key_length * round_up(params.value_dim, W));
     if (params.laser) exp_values.resize(params.key_length * round_up(params.value_dim, W));
   }

@@ -91,8 +91,8 @@ inline bool pack_key_heads(const Params& params, std::vector<KeyHeadData>& key_d
     int64_t b = key_head_index / params.key_heads, key_head = key_head_index % params.key_heads;
     int64_t start = item % parts * PACK_KEYS, stop = std::min(start + PACK_KEYS, params.key_length);
     pack_keys(params, key_data, b, key_head, start, stop);
-    pack_values(params, key_data, b, key_head, start, stop, backward && !params.reweighted, nonfinite[item],
-                large[item]);
+    pack_values(params, key_data, b, key_head, start, stop, KeyHeadData::needs_value_panels(params, backward),
+                nonfinite[item], large[item]);
   });
   if (!done) return false;
   for (int64_t i = 0; i < n; ++i) {

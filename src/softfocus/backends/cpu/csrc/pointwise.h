@@ -17,7 +17,7 @@ constexpr float MIN_NORMAL = std::numeric_limits<float>::min();
 //     to_stored(s)          the stored form of a score
 //     value(stored)         phi(s)
 //     derivative(stored)    phi'(s)
-// Where e^(s - m) is stored, these two and `norm` carry e^-m, which cancels in the weights.
+// Where e^(s - m) is stored, value, derivative and norm carry e^-m, which cancels in the weights.
 // For LASER, accurate even where phi(s) itself underflows:
 //     log_value(s)               log phi(s), from the score; -inf where phi(s) is 0
 //     log_derivative(stored)     phi'(s) / phi(s); finite also where phi(s) is 0

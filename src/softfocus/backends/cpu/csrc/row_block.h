@@ -115,11 +115,9 @@ class RowBlock : public BlockVisibility {
   const int64_t padded_dim, padded_value_dim;  // D and Dv in whole vectors
   const KeyHeadData* key_data = nullptr;       // of the key head that the rows read
   Buffer<float> stored;                        // [tiles, max_rows, BLOCK_K], stored form of scores
-  // [BLOCK_Q, padded_dim]; unit vectors for cosine similarity. A query with a non-finite element is
-  // 0 as a whole.
+  // [BLOCK_Q, padded_dim]; unit vectors for cosine similarity. A non-finite query is 0 as a whole.
   Buffer<float> queries;
-  // Where uses_amx(): [BLOCK_Q, D in whole tiles]. Non-finite queries, and rows after the last, are
-  // 0.
+  // Where uses_amx(): [BLOCK_Q, D in whole tiles]; 0 for non-finite queries and after the last row
   Buffer<bfloat16> amx_queries;
   float base_scale[BLOCK_Q];  // c_i without the head scale
   // c_i; multiplies the dot products, not the query, which would round once more (for key gradients
@@ -151,10 +149,10 @@ class RowBlock : public BlockVisibility {
       : BlockVisibility(call, most_rows),
         padded_dim(round_up(params.head_dim, W)),
         padded_value_dim(round_up(params.value_dim, W)),
-        stored(max_rows * (max_row_stride - W)),  // whole tiles; the stride has W more
+        stored(max_rows * max_padded_keys()),
         queries(BLOCK_Q * padded_dim),
         amx_queries(uses_amx(params) ? BLOCK_Q * round_up(params.head_dim, AMX_DIMS) : 0),
-        dropout(params, max_rows, max_row_stride - W),
+        dropout(params, max_rows, max_padded_keys()),
         amx(uses_amx(params)),
         maximum_first(Phi::shifted_by_maximum && params.normaliser == L1),
         decode_dots(params, padded_dim) {}
@@ -165,7 +163,7 @@ class RowBlock : public BlockVisibility {
     set_rows(b, h, first_q);
     key_data = &data;
     read_queries();
-    compute_scores(0, n_rows, false);
+    compute_scores(0, n_rows, /*keep_scores=*/false);
     for (int64_t r = 0; r < n_rows; ++r) finish_row(r);
     // Rows after the last one: no pass uses these values, but they are defined.
     for (int64_t r = n_rows; r < padded_rows(); ++r) weight_scale[r] = 0.0f, exp_tail[r] = false;
@@ -187,6 +185,11 @@ class RowBlock : public BlockVisibility {
   float* tile_row(int64_t r, int64_t start_k) { return tile_row<float>(stored, r, start_k); }
   const float* tile_row(int64_t r, int64_t start_k) const { return tile_row<const float>(stored, r, start_k); }
 
+  // The first element of row r in the next tile, which need not exist
+  const float* next_tile_row(int64_t r, int64_t start_k) const {
+    return tile_row(r, start_k) + start_k + max_rows * BLOCK_K;
+  }
+
   // Calls f(phi) with the phi that turns a row's stored scores into values.
   template <typename F>
   void with_row_phi(int64_t r, F&& f) const {
@@ -201,8 +204,9 @@ class RowBlock : public BlockVisibility {
   // For rows without re-weighting: whether the products read the stored scores of a row in place of
   // its weights; weight_scale then multiplies the output. exp, and softplus in rows whose scores
   // are all below EXP_TAIL, store e^(s - m). Other rows of softplus store phi. relu and relu6 store
-  // phi, too, but their products always read weights. A fully masked row stores zeros, so that its
-  // output is 0 in both ways.
+  // phi, too, but their products read weights: chosen, not measured. A fully masked row has norm 0,
+  // outside the safe range, but stores zeros. It counts as one that reads stored scores, so that it
+  // does not force the copy on its strip (fill_weights()).
   bool reads_stored_as_weights(int64_t r) const {
     return !params.drop_below && params.normaliser == L1 &&
            (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>) && (norm_in_safe_range(r) || fully_masked[r]);
@@ -242,8 +246,7 @@ class RowBlock : public BlockVisibility {
     };
   }
 
-  // Multiplies weights of row r, or their gradients, by the dropout factors. row[0] belongs to the
-  // key at range.begin.
+  // Applies dropout to weights of row r, or their gradients. row[0]: the key at range.begin
   void apply_dropout(int64_t r, KeyRange range, float* row) const {
     for (int64_t j = range.begin; j < range.end; j += W, row += W) store(row, load(row) * dropout.factors(r, j));
   }
@@ -258,7 +261,7 @@ class RowBlock : public BlockVisibility {
     KeyRange strip_keys = strip_range(r, start_k);
     const float* row = tile_row(r, start_k);
     // Prefetches this row of the next tile into the second-level cache: it is used one tile later.
-    for (int64_t j = 0; j < BLOCK_K; j += LINE_FLOATS) __builtin_prefetch(row + start_k + max_rows * BLOCK_K + j, 0, 2);
+    for (int64_t j = 0; j < BLOCK_K; j += LINE_FLOATS) __builtin_prefetch(next_tile_row(r, start_k) + j, 0, 2);
     vfloat limit = splat(live_threshold[r]);
     auto to_u = phi_to_u(r);
     with_row_phi(r, [&](auto phi) {
@@ -309,7 +312,7 @@ class RowBlock : public BlockVisibility {
   void score_tile(int64_t first_row, int64_t stop_row, int64_t start_k, vfloat* phi_sums, vfloat* maxima);
   void strip_dots(int64_t r, int64_t start_k, KeyRange strip_keys, bool one_row);
   void amx_tile_dots(int64_t first_row, int64_t stop_row, int64_t start_k);
-  static void prefetch_strip(float* to);
+  static void prefetch_strip(const float* to);
   KeyRange range_visible_to_all(int64_t r, KeyRange range) const;
   template <bool KEEP_SCORES>
   void convert_strip(int64_t r, int64_t start_k, KeyRange range, vfloat* phi_sums, vfloat* maxima);

@@ -1,19 +1,18 @@
 // Part of class RowBlock; included by row_block.h. Logarithms of u, for LASER's exact sums. Without
-// re-weighting u is the value of the stored score, in tied rows that times a power of two.
+// re-weighting u is the value of the stored score; in a tied row u is that times a power of two.
 #pragma once
 
 #include "row_block.h"
 
 namespace softfocus {
 
-// Writes log u of a row to row_log_u [row_stride - W], by offset j; -inf for each key that the row
+// Writes log u of a row to row_log_u [padded_keys()], by offset j; -inf for each key that the row
 // does not see. With a threshold it is computed from the stored scores. Without one u is phi times
 // a constant of the row and may underflow, so that log u is computed from the scores s. If the
-// block stores phi(s) or e^(s - m), s is computed again, and the stored form is restored at the
-// end.
+// block stores phi(s) or e^(s - m), s is computed again, and at the end the stored form.
 template <typename Phi>
 inline void RowBlock<Phi>::compute_log_u(int64_t r, float* row_log_u) {
-  std::fill(row_log_u, row_log_u + (row_stride - W), -INF);
+  std::fill(row_log_u, row_log_u + padded_keys(), -INF);
   auto each_vector = [&](auto log) {
     each_tile([&](int64_t start_k) {
       KeyRange strip_keys = strip_range(r, start_k);
@@ -25,7 +24,7 @@ inline void RowBlock<Phi>::compute_log_u(int64_t r, float* row_log_u) {
   auto from_score = [&](vfloat s) { return log_u_of_score(r, s); };
   if (Phi::stored_stands_for_score && !exp_tail[r]) return each_vector(from_score);
   float kept_norm = norm[r], kept_maximum = maximum[r];
-  compute_scores(r, r + 1, true);
+  compute_scores(r, r + 1, /*keep_scores=*/true);
   norm[r] = kept_norm, maximum[r] = kept_maximum;
   each_vector(from_score);
   if (stores_shifted_exp(r)) return exponentiate_row(r);
@@ -43,7 +42,7 @@ inline bool RowBlock<Phi>::has_weight(int64_t r, int64_t key) const {
   static_assert(!Phi::has_zeros || Phi::stored_stands_for_score, "a phi with zeros has a log_value() of stored scores");
   int64_t j = key - key_begin, vector_begin = j / W * W;
   vfloat x = load(tile_row(r, j / BLOCK_K * BLOCK_K) + vector_begin);
-  // With threshold 0 Phi has zeros here, so that log_value() may take the stored score.
+  // With threshold 0 only a phi with zeros gets here. Its log_value() takes the stored score.
   return (threshold[r] == 0.0f ? Phi::log_value(x) : log_u_of_stored(r, x))[j - vector_begin] != -INF;
 }
 

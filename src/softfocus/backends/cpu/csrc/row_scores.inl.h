@@ -50,9 +50,9 @@ inline void RowBlock<Phi>::compute_scores(int64_t first_row, int64_t stop_row, b
     for (int64_t r = first_row; r < stop_row; ++r) totals[r].add(phi_sums[r]), phi_sums[r] = vfloat{};
   };
   if (keep_scores || maximum_first)
-    score_rows<true>(first_row, stop_row, phi_sums, maxima, after_tile);
+    score_rows</*KEEP_SCORES=*/true>(first_row, stop_row, phi_sums, maxima, after_tile);
   else
-    score_rows<false>(first_row, stop_row, phi_sums, maxima, after_tile);
+    score_rows</*KEEP_SCORES=*/false>(first_row, stop_row, phi_sums, maxima, after_tile);
   for (int64_t r = first_row; r < stop_row; ++r) {
     totals[r].add(phi_sums[r]);
     norm[r] = float(totals[r].total()), maximum[r] = reduce_max(maxima[r]);
@@ -95,21 +95,22 @@ inline void RowBlock<Phi>::score_tile(int64_t first_row, int64_t stop_row, int64
   for (int64_t r = first_row; r < stop_row; r += one_row ? 1 : MR) {
     KeyRange strip_keys = strip_range(r, start_k);
     if (strip_keys.empty()) continue;
-    if (!one_row && has_next_tile(start_k)) prefetch_strip(tile_row(r, start_k) + start_k + max_rows * BLOCK_K);
+    if (!one_row && has_next_tile(start_k)) prefetch_strip(next_tile_row(r, start_k));
     if (!amx) strip_dots(r, start_k, strip_keys, one_row);
+    // The strip's range is cut in three: row by row, visible to all rows, row by row. If no key is
+    // visible to all, the middle is empty at the end of the range, and the first part is the range.
     KeyRange visible_to_all =
         by_strips ? range_visible_to_all(r, strip_keys) : KeyRange{strip_keys.end, strip_keys.end};
     if (!visible_to_all.empty()) convert_strip<KEEP_SCORES>(r, start_k, visible_to_all, phi_sums + r, maxima + r);
-    for (KeyRange remaining :
+    for (KeyRange row_by_row :
          {KeyRange{strip_keys.begin, visible_to_all.begin}, KeyRange{visible_to_all.end, strip_keys.end}})
-      for (int64_t i = r; i < std::min(r + (one_row ? 1 : MR), stop_row) && !remaining.empty(); ++i)
-        convert_row<KEEP_SCORES>(i, start_k, remaining, phi_sums[i], maxima[i]);
+      for (int64_t i = r; i < std::min(r + (one_row ? 1 : MR), stop_row) && !row_by_row.empty(); ++i)
+        convert_row<KEEP_SCORES>(i, start_k, row_by_row, phi_sums[i], maxima[i]);
   }
 }
 
 // Writes to `stored` the dot products of a strip, or of one row, with the keys that it sees in a
-// tile. Panels are [D, PANEL], one after another: each key takes D floats. A key is a column of its
-// panel.
+// tile. Panels [D, PANEL] follow one another: a key is a column of D floats in its panel.
 template <typename Phi>
 inline void RowBlock<Phi>::strip_dots(int64_t r, int64_t start_k, KeyRange strip_keys, bool one_row) {
   const float* tile_panels = key_data->key_panels + (key_begin + start_k) * params.head_dim;
@@ -137,29 +138,29 @@ inline void RowBlock<Phi>::amx_tile_dots([[maybe_unused]] int64_t first_row, [[m
 #if SOFTFOCUS_AMX
   AmxRegisters registers;
   int64_t width = round_up(params.head_dim, AMX_DIMS);
-  for (int64_t rows = first_row / AMX_ROWS * AMX_ROWS; rows < stop_row; rows += AMX_ROWS) {
-    int64_t begin = std::max(first_row, rows), end = std::min(stop_row, rows + AMX_ROWS);
+  for (int64_t group_begin = first_row / AMX_ROWS * AMX_ROWS; group_begin < stop_row; group_begin += AMX_ROWS) {
+    int64_t row_begin = std::max(first_row, group_begin), row_end = std::min(stop_row, group_begin + AMX_ROWS);
     KeyRange keys{BLOCK_K + start_k, start_k};  // empty
-    for (int64_t r = begin; r < end; ++r)
+    for (int64_t r = row_begin; r < row_end; ++r)
       if (KeyRange strip_keys = strip_range(r, start_k); !strip_keys.empty())
         keys = {std::min(keys.begin, strip_keys.begin), std::max(keys.end, strip_keys.end)};
     // AMX writes 16 rows. `stored` may end before the last of them. If only one row is computed,
     // the other rows must keep their stored scores.
-    bool in_place = rows + AMX_ROWS <= max_rows && stop_row - first_row > 1;
+    bool in_place = group_begin + AMX_ROWS <= max_rows && stop_row - first_row > 1;
     alignas(64) float scratch[AMX_ROWS * 2 * AMX_ROWS];  // [AMX_ROWS, 2 AMX_ROWS]
     for (int64_t j = keys.begin; j < keys.end; j += 2 * AMX_ROWS) {
       int64_t key = key_begin + j, n = std::min(2 * AMX_ROWS, keys.end - j);
-      float* to = in_place ? tile_row(rows, start_k) + j : scratch;
+      float* to = in_place ? tile_row(group_begin, start_k) + j : scratch;
       int64_t stride = in_place ? BLOCK_K : 2 * AMX_ROWS;
       auto dots = [&](auto tiles) {
-        amx_dots<tiles.value>(amx_queries + rows * width, width, key_data->amx_keys + key * width, to, stride);
+        amx_dots<tiles.value>(amx_queries + group_begin * width, width, key_data->amx_keys + key * width, to, stride);
       };
       if (n > AMX_ROWS)
         dots(std::integral_constant<int, 2>{});
       else
         dots(std::integral_constant<int, 1>{});
-      for (int64_t r = begin; r < end && !in_place; ++r)
-        std::copy_n(scratch + (r - rows) * stride, n, tile_row(r, start_k) + j);
+      for (int64_t r = row_begin; r < row_end && !in_place; ++r)
+        std::copy_n(scratch + (r - group_begin) * stride, n, tile_row(r, start_k) + j);
     }
   }
 #endif
@@ -169,7 +170,7 @@ inline void RowBlock<Phi>::amx_tile_dots([[maybe_unused]] int64_t first_row, [[m
 // use. The previous row block wrote this memory last. In long rows it is no longer in that cache,
 // which is smaller than a block's scores.
 template <typename Phi>
-inline void RowBlock<Phi>::prefetch_strip(float* to) {
+inline void RowBlock<Phi>::prefetch_strip(const float* to) {
   for (int64_t j = 0; j < MR * BLOCK_K; j += LINE_FLOATS) __builtin_prefetch(to + j, 1, 2);
 }
 
@@ -264,7 +265,7 @@ inline vfloat RowBlock<Phi>::load_bias(int64_t r, int64_t j) const {
 // Turns the scores of a row, stored as such, into e^(s - m). Sets norm and log_norm.
 template <typename Phi>
 inline void RowBlock<Phi>::exponentiate_row(int64_t r) {
-  float shift = maximum[r] == -INF ? 0.0f : maximum[r];
+  float row_max = maximum[r] == -INF ? 0.0f : maximum[r];  // -inf - -inf would be NaN, not -inf
   DoubleSum total;
   vfloat phi_sum = vfloat{};
   int64_t tiles = 0;
@@ -272,15 +273,16 @@ inline void RowBlock<Phi>::exponentiate_row(int64_t r) {
     KeyRange strip_keys = strip_range(r, start_k);
     float* row = tile_row(r, start_k);
     int64_t j = strip_keys.begin;
-    for (; j + 4 * W <= strip_keys.end; j += 4 * W) {
-      vfloat x[4];
-      unroll<4>([&](int i) { x[i] = load(row + j + i * W) - shift; });
+    for (; j + UNROLL * W <= strip_keys.end; j += UNROLL * W) {
+      vfloat x[UNROLL];
+      unroll<UNROLL>([&](int i) { x[i] = load(row + j + i * W) - row_max; });
       exp_negative(x);
-      unroll<4>([&](int i) { store(row + j + i * W, x[i]); });
+      unroll<UNROLL>([&](int i) { store(row + j + i * W, x[i]); });
+      static_assert(UNROLL == 4);
       phi_sum += (x[0] + x[1]) + (x[2] + x[3]);
     }
     for (; j < strip_keys.end; j += W) {
-      vfloat x = exp_negative(load(row + j) - shift);
+      vfloat x = exp_negative(load(row + j) - row_max);
       store(row + j, x);
       phi_sum += x;
     }
@@ -288,7 +290,7 @@ inline void RowBlock<Phi>::exponentiate_row(int64_t r) {
   });
   total.add(phi_sum);
   norm[r] = float(total.total());
-  log_norm[r] = std::log(norm[r]) + shift;
+  log_norm[r] = std::log(norm[r]) + row_max;
 }
 
 }  // namespace softfocus

@@ -1,5 +1,4 @@
-// Part of class RowBlock; included by row_block.h. Computes the constants of a row's weights from
-// its sum and maximum.
+// Part of class RowBlock; included by row_block.h. The constants of a row's weights.
 #pragma once
 
 #include "row_block.h"
@@ -24,7 +23,7 @@ inline void RowBlock<Phi>::finish_row(int64_t r) {
     exponentiate_row(r);
   } else if (Phi::has_exp_tail && params.normaliser == L1 && maximum[r] < EXP_TAIL && std::isfinite(norm[r])) {
     exp_tail[r] = true;
-    compute_scores(r, r + 1, true);
+    compute_scores(r, r + 1, /*keep_scores=*/true);
     exponentiate_row(r);
   } else {
     log_norm[r] = std::log(norm[r]);
@@ -42,8 +41,8 @@ inline void RowBlock<Phi>::finish_row(int64_t r) {
   if (params.reweighted) set_reweighting(r);
 }
 
-// Threshold, spread and power of a row. A tied row and a non-finite row keep threshold 0 and p = 1:
-// their weights are those of the l1 norm.
+// Threshold, spread and power of a row. A tied row keeps threshold 0 and p = 1, so that its weights
+// are those of the l1 norm. A non-finite row keeps them, too; its output is NaN.
 template <typename Phi>
 inline void RowBlock<Phi>::set_reweighting(int64_t r) {
   if (!std::isfinite(norm[r])) {

@@ -7,6 +7,9 @@
 //
 // One loop keeps [MR, PANEL] sums in registers. W floats are a vector (vector.h); ranges of keys
 // are whole vectors.
+//
+// start_k and j are offsets from the block's key_begin. first_key, stop_key, key and start_q are
+// indices into the tensor. Keys in a list of live keys are counted from their tile's first.
 #pragma once
 
 #include "vector.h"
@@ -21,8 +24,7 @@ constexpr int64_t PANEL = PANEL_VECTORS * W;  // keys of a panel [D, PANEL]
 // The most query rows of a block. 64 rows were slower: keys, values and their gradients are then
 // read twice as often. More rows would need more memory for scores.
 constexpr int64_t BLOCK_Q = 128;
-// Keys of a tile. 128 keys of 64 floats fill a first-level cache of 32 KiB. 64 and 256 keys were as
-// fast.
+// Keys of a tile: with 64 floats each a first-level cache of 32 KiB. 64 and 256 were as fast.
 constexpr int64_t BLOCK_K = 128;
 // Floats from one row of a scratch tile to the next. The backward also reads such a tile by columns
 // (transposed_product()). With a power of two a column would map to a few cache sets. Stored scores

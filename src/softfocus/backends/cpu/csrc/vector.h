@@ -188,6 +188,9 @@ inline void transpose_square(const float* from, int64_t from_stride, float* to, 
   for (int i = 0; i < W; ++i) store(to + i * to_stride, x[i]);
 }
 
+// Vectors of one step of a loop: their chains of dependent operations overlap. Chosen, not measured
+constexpr int UNROLL = 4;
+
 // f(0) ... f(N - 1), unrolled
 template <int N, typename F>
 __attribute__((always_inline)) inline void unroll(F f) {

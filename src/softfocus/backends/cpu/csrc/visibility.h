@@ -46,17 +46,15 @@ inline void read_masks(const Params& params, int64_t b, int64_t h, int64_t query
   }
 }
 
-// Keys [begin, end) as offsets j from the block's key_begin; both multiples of W. An empty range
-// may have begin > end.
+// Keys [begin, end) as offsets j; both multiples of W. An empty range may have begin > end.
 struct KeyRange {
   int64_t begin, end;
   bool empty() const { return begin >= end; }
   int64_t vectors() const { return (end - begin) / W; }
 };
 
-// How much the masks hide of the part of a tile that is inside the window: all, some, nothing. A
-// tile that only the window cuts is MASK_NONE: strip_range() keeps what the window lets at least
-// one row of a strip see, and range_visible_to_all() and convert_row() cut the rows.
+// What the masks hide of a tile. Keys outside the window do not count: a tile that only the window
+// cuts is MASK_NONE. strip_range(), range_visible_to_all() and convert_row() apply the window.
 enum TileMask : uint8_t { MASK_ALL, MASK_SOME, MASK_NONE };
 
 // A block of query rows and the keys that it sees. The offset j of a key counts from key_begin;
@@ -71,11 +69,10 @@ class BlockVisibility {
   // [key_begin, key_end): from the first to the last key that the window lets some row see.
   // key_begin is rounded down to a multiple of BLOCK_K.
   int64_t key_begin = 0, key_end = 0;
-  // Elements between rows of `visible`, and of other arrays over all keys
+  // Elements from one row to the next of `visible` and of RowGradients::exact_terms
   int64_t row_stride = 0;
-  int64_t max_rows = 0;  // the most rows of a block; a multiple of MR
-  // The largest row_stride of a block: whole tiles, and W more
-  int64_t max_row_stride = 0;
+  int64_t max_rows = 0;                                // the most rows of a block; a multiple of MR
+  int64_t max_row_stride = 0;                          // the largest row_stride of a block
   int64_t window_begin[BLOCK_Q], window_end[BLOCK_Q];  // the keys that the window lets each row see
   float count[BLOCK_Q];                                // N_i
   bool fully_masked[BLOCK_Q];
@@ -105,9 +102,11 @@ class BlockVisibility {
   }
 
   int64_t padded_rows() const { return round_up(n_rows, MR); }
+  // The keys of the block, and the most keys of a block, in whole tiles
+  int64_t padded_keys() const { return row_stride - W; }
+  int64_t max_padded_keys() const { return max_row_stride - W; }
 
-  // Calls f(start_k) for each tile from key_begin to key_end, except those that the masks hide from
-  // all rows.
+  // Calls f(start_k) for each tile of the block, except those that the masks hide from all rows.
   template <typename F>
   void each_tile(F&& f) const {
     for (int64_t start_k = 0; start_k < key_end - key_begin; start_k += BLOCK_K)
