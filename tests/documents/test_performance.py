@@ -146,6 +146,10 @@ def test_the_later_comparison_with_the_old_kernels_is_the_committed_one():
     assert within == len(with_amx["cells"]) == 6
     assert "with the kernels of 4a7534ae, forward, backward and in decoding at 1K and 4K" in TEXT
     assert "all six cells are within 0.97 and 1.03" in TEXT
+    split = json.loads((RESULTS / "before-and-after/legible.json").read_text())
+    assert (split["old"], split["new"], len(split["cells"])) == ("4a7534ae", "14fa9348", 8)
+    assert all(0.97 <= one["new_over_old"]["median"] <= 1.03 for one in split["cells"])
+    assert "So are eight cells in float32 of 14fa9348" in TEXT
     cells = json.loads((RESULTS / "before-and-after/decode-cpu-time.json").read_text())["cells"]
     for one in cells:
         new, old = (median(one[side]) for side in ("new", "old"))
