@@ -251,7 +251,10 @@ def larger_rates() -> str:
     names |= {"softplus-local": "softplus, every other layer local"} | LAYOUTS
     names["laser-lssa-local"] = "`demo-laser-lssa-local`"
     found, other = swept("larger-rates", "larger", names, "-half", "-twice"), partial(loss, "larger-rates")
-    for row, name in {"global-heads": "global heads", "all-softmax-nope": "softmax in every head of that layout"}.items():
+    for row, name in {
+        "global-heads": "global heads",
+        "all-softmax-nope": "softmax in every head of that layout",
+    }.items():
         found[name] = [other(f"{row}-half-s0"), loss("larger-global-heads", f"{row}-s0"), other(f"{row}-twice-s0")]
     return rates_table(("1e-3", "2e-3", "4e-3"), found)
 

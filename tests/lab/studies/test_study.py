@@ -603,11 +603,46 @@ def test_a_key_may_be_set_in_all_rows(two_rows: Path) -> None:
     before = study.recipes(found, near, [1])
     assert [one.model.mechanism for one in now] == [one.model.mechanism for one in before]
     assert [one.name for one in now] == [one.name for one in before]
-    for key, remedy in {"train.seed=3": "use --seeds", "name=a": "a run has the name of its row and its seed"}.items():
-        with pytest.raises(UsageError, match=f"--set {key.partition('=')[0]}: .*{remedy}"):
-            study.recipes(found, near, overrides=[key])
-    with pytest.raises(LabError, match=r"row .* has no key 'train\.step'; did you mean 'train\.steps'"):
-        study.recipes(found, near, overrides=["train.step=3"])
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("name=a", "--set name cannot be set in all rows of a study; a run has the name of its row and its seed"),
+        ("train.seed=3", "--set train.seed cannot be set in all rows of a study; choose seeds with --seeds"),
+        ("train=3", "--set train cannot be set in all rows of a study; choose seeds with --seeds"),
+        ("train.seed.x=3", "choose seeds with --seeds"),
+        ("base=small", "--set base cannot be set in all rows of a study; a row's base stands in the study"),
+        ("train.step=3", "has no key 'train.step'; did you mean 'train.steps'"),
+        ("train.steps=abc", "row plain of the study: plain-s3: train.steps = 'abc' should be a valid integer"),
+        ("train.steps", "is not KEY=VALUE"),
+        ("model.mechanism.power=3", "'mechanism' is a value, not a table"),
+    ],
+)
+def test_a_key_that_cannot_be_set_in_all_rows_is_refused(override: str, says: str, two_rows: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        study.recipes(*study.load(str(two_rows)), overrides=[override])
+    assert says in str(caught.value)
+
+
+def test_rows_that_become_the_same_are_refused(two_rows: Path) -> None:
+    """Reports would take them for two seeds of one row."""
+    alike = ["model.layout={}", "train.learning_rate=0.5", "model.mechanism=lssa"]
+    with pytest.raises(UsageError, match="--set makes plain-s3 and local-s3 the same training; leave one of the rows"):
+        study.recipes(*study.load(str(two_rows)), overrides=alike)
+    assert len(study.recipes(*study.load(str(two_rows)), rows=["plain"], overrides=alike)) == 2
+
+
+def test_setting_a_key_keeps_the_rest_of_its_table(tiny: Path, tmp_path: Path) -> None:
+    """As `softfocus train --set` does."""
+    (tmp_path / "one.toml").write_text(
+        f'title = "x"\nbase = "{tiny}"\n[rows.a.model.layout]\n"0" = {{ mechanism = "lssa", window = 8 }}\n'
+    )
+    found = study.load(str(tmp_path / "one.toml"))
+    (recipe,) = study.recipes(*found, overrides=["model.layout.0.window=4"])
+    assert recipe.model.layout["0"] == {"mechanism": "lssa", "window": 4}
+    with pytest.raises(UsageError, match=r"model\.layout has no '1', but '0'"):
+        study.recipes(*found, overrides=["model.layout.1.window=4"])
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:

@@ -49,7 +49,9 @@ def load(name_or_path: str | Path, overrides: list[str] | None = None) -> Recipe
     return _checked(values, f"recipe {name_or_path}", given)
 
 
-def derive(base: str, name: str, changes: dict[str, Any], near: Path | None = None) -> Recipe:
+def derive(
+    base: str, name: str, changes: dict[str, Any], near: Path | None = None, overrides: Sequence[str] = ()
+) -> Recipe:
     """A recipe that changes another one, as a file with a base does.
 
     Args:
@@ -57,12 +59,17 @@ def derive(base: str, name: str, changes: dict[str, Any], near: Path | None = No
         name: of the new recipe.
         changes: tables and keys.
         near: the folder in which a base that is a file is looked for first.
+        overrides: as :func:`load` takes them, over the changes.
 
     Raises:
         LabError: as :func:`load`.
+        UsageError: the same, where an override brought it.
     """
     values = merged(_read(base, (), near), changes) | {"name": name}
-    return _checked(values, name, values)
+    given = copy.deepcopy(values)
+    for override in overrides:
+        _override(values, override)
+    return _checked(values, name, given)
 
 
 def _checked(values: dict[str, Any], where: str, given: dict[str, Any]) -> Recipe:

@@ -178,7 +178,7 @@ def _is_finished(job: Job) -> bool:
         others = ", and others" if len(found) > 3 else ""
         raise LabError(
             f"{job.folder} holds a run of another recipe: {', '.join(found[:3])}{others}",
-            "choose another folder with --out, train it again with --overwrite, or delete it",
+            "give the same options as before, choose another folder with --out, or train it again with --overwrite",
         )
     try:
         load_run(job.folder)

@@ -14,7 +14,7 @@ from rich.console import Console
 from softfocus.lab.errors import LabError, UsageError, did_you_mean, first_mistake
 from softfocus.lab.progress import say, telling
 from softfocus.lab.recipes.data import TRAINED_ON, Table
-from softfocus.lab.recipes.loading import LAB, changed, derive, flat, merged, shipped_in
+from softfocus.lab.recipes.loading import LAB, derive, merged, shipped_in
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import Comparison, compare
 from softfocus.lab.run_folder.disk import check_room, size_text, writing
@@ -100,33 +100,52 @@ def recipes(
     """A recipe for each row and seed: all rows of a seed before the next seed.
 
     Raises:
-        UsageError: a row that the study has not, or an override that is not KEY=VALUE or sets the
-            name or the seed.
+        UsageError: a row that the study has not; an override that cannot be read, that sets the
+            name, the seed or the base, or that makes two rows the same training.
         LabError: a row that makes no recipe.
     """
     if unknown := [name for name in rows or () if name not in study.rows]:
         known = f"the study's rows are {', '.join(study.rows)}"
         raise UsageError(f"--rows: there is no row {unknown[0]!r}", did_you_mean(unknown[0], study.rows, known))
-    asked = changed(overrides)
-    for key, remedy in (("name", "a run has the name of its row and its seed"), ("train.seed", "use --seeds")):
-        if key in flat(asked):
-            raise UsageError(f"--set {key}: this would give all rows the same {key.rpartition('.')[2]}", remedy)
+    _refuse_overrides(overrides)
     found = []
     for seed in seeds or study.seeds:
+        of_seed: list[Recipe] = []
         for name in study.rows:
             if rows is not None and name not in rows:
                 continue
             base, own = _base_and_changes(study, name)
-            changes = merged(merged(merged(study.common, own), asked), {"train": {"seed": seed}})
+            changes = merged(merged(study.common, own), {"train": {"seed": seed}})
             try:
-                found.append(derive(base, f"{name}-s{seed}", changes, near))
+                recipe = derive(base, f"{name}-s{seed}", changes, near, overrides)
             except LabError as error:
                 remedy = error.remedy.replace("correct it in the recipe", "correct it in the study")
-                raise LabError(f"row {name} of the study: {error.what}", remedy) from None
+                raise type(error)(f"row {name} of the study: {error.what}", remedy) from None
+            # Reports take runs that differ by name alone for further seeds of one row
+            if overrides and (
+                same := [one.name for one in of_seed if one == recipe.model_copy(update={"name": one.name})]
+            ):
+                what = f"--set makes {same[0]} and {recipe.name} the same training"
+                raise UsageError(what, "leave one of the rows out with --rows")
+            of_seed.append(recipe)
+        found += of_seed
     if len(kinds := {recipe.data.kind for recipe in found}) > 1:
         what = " and some on ".join(TRAINED_ON[kind] for kind in sorted(kinds, reverse=True))
         raise LabError(f"some rows are trained on {what}", "make a study of each")
     return found
+
+
+def _refuse_overrides(overrides: Sequence[str]) -> None:
+    """Refuse what the name and the seed of each run would replace, and a base."""
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        for what, remedy in {
+            "name": "a run has the name of its row and its seed",
+            "train.seed": "choose seeds with --seeds",
+            "base": "a row's base stands in the study",
+        }.items():
+            if f"{key}.".startswith(f"{what}.") or f"{what}.".startswith(f"{key}."):
+                raise UsageError(f"--set {key} cannot be set in all rows of a study", remedy)
 
 
 def _base_and_changes(study: Study, name: str, seen: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
@@ -199,7 +218,8 @@ def run_study(
     result = None
     if any(job.status == "finished" for job in found):
         over = [job.folder for job in found if job.status in ("finished", "diverged")]
-        result = compare(over, folder, title=study.title, remarks=missing_lines(found), console=console)
+        remarks = [*missing_lines(found), *(f"All rows were trained with --set {one}." for one in overrides)]
+        result = compare(over, folder, title=study.title, remarks=remarks, console=console)
     refuse_failed(found)
     if result is None:
         lost = "; ".join(f"{job.label}: {job.error}" for job in found)
