@@ -292,7 +292,7 @@ def test_what_is_said_of_a_head_of_two_tokens_in_the_larger_model_is_measured():
     for at, rival in ((HERE, HERE), (FAR, WINDOWED)):
         pairs = zip(cell(by["global-heads"], *at).values, cell(by[pair], *rival).values, strict=True)
         assert all(mine < its for mine, its in pairs)
-    text = f"global heads are [below it](docs/global-heads.md#a-larger-model) by {near} (three seeds)."
+    text = f"global heads are [lower by {near}](docs/global-heads.md#a-larger-model) (three seeds)."
     assert text in " ".join((ROOT / "README.md").read_text().split())
 
 

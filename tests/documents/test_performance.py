@@ -149,7 +149,8 @@ def test_the_later_comparison_with_the_old_kernels_is_the_committed_one():
     split = json.loads((RESULTS / "before-and-after/legible.json").read_text())
     assert (split["old"], split["new"], len(split["cells"])) == ("4a7534ae", "14fa9348", 8)
     assert all(0.97 <= one["new_over_old"]["median"] <= 1.03 for one in split["cells"])
-    assert "So are eight cells in float32 of 14fa9348" in TEXT
+    assert "The kernels of 14fa9348, in which long functions are split, were" in TEXT
+    assert "in eight cells in float32 ([results]" in TEXT
     cells = json.loads((RESULTS / "before-and-after/decode-cpu-time.json").read_text())["cells"]
     for one in cells:
         new, old = (median(one[side]) for side in ("new", "old"))

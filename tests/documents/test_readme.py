@@ -201,12 +201,13 @@ def test_lssar_in_every_layer_is_the_measured_one():
     losses = [
         cell(by[name], *at).loss for name, at in (("LSSAR, p = 15", FAR), ("Softmax", FAR), ("Softmax", WINDOWED))
     ]
-    said = "at 16 times the training length is {:.3f} nats per token. Softmax's is {:.3f}, and {:.3f} with a window."
-    assert said.format(*losses) in TEXT
-    assert f"LSSAR is higher than the latter by {shown(far)}." in TEXT
-    assert f"it is higher than Softmax by {shown(near)}, inconclusive (three seeds, one learning rate)" in TEXT
+    said = (
+        "the loss of LSSAR at 16 times the training length is {:.3f} nats per token. Softmax's is {:.3f}, and {:.3f} "
+    )
+    assert f"{said.format(*losses)}with a window. LSSAR is above that by {shown(far).lstrip('+')}." in TEXT
+    assert f"LSSAR is higher than Softmax by {shown(near)}, inconclusive (three seeds, one learning rate)" in TEXT
     demo = shown(minus(by_label("layouts"), "LSSAR", "Softmax"))
-    assert f"With 0.8 M parameters it costs {demo} nats per byte at the training length." in TEXT
+    assert f"With 0.8 M parameters LSSAR costs {demo} nats per byte at the training length." in TEXT
 
 
 def test_the_lead_over_a_better_trained_softmax_is_the_measured_one():

@@ -163,8 +163,8 @@ def test_softmax_in_every_head_is_compared_from_its_better_start():
     assert text.format(*(shown(one).lstrip("-") for one in best)) in TEXT
     readme = " ".join((ROOT / "README.md").read_text().split())
     link = "[from 0.0625](docs/global-heads.md#one-start-for-loss-and-recall)"
-    text = f"Started {link} the layout is below Softmax from 0.09 by {leads[0]} (0.8 M), and global heads from 0.09 are"
-    assert f"{text} below it by {shown(best[0]).lstrip('-')}." in readme
+    text = f"Started {link} softmax in every head of the layout is below Softmax from 0.09 by {leads[0]} (0.8 M)."
+    assert f"{text} Global heads from 0.09 are below that model by {shown(best[0]).lstrip('-')}." in readme
     text = f"that model is above `demo-global-heads` by {shown(best[0]).lstrip('-')}, with seven of eight seeds."
     assert text in " ".join((ROOT / "docs/evidence.md").read_text().split())
     text = f"`demo-global-heads`, from 0.09, is below it by {' and '.join(shown(one).lstrip('-') for one in best)}."

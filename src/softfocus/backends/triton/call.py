@@ -306,7 +306,7 @@ class Launcher:
         return rnorm
 
     def _exponentials(self, value: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
-        """LASER's e^V, like value; and ``laser.compute_flags`` [B, Hk, Lk, 1], backward: 0."""
+        """LASER's e^V, shaped as V, and its flags [B, Hk, Lk, 1], which are 0 in the backward."""
         exp_values = value.new_empty(value.shape, dtype=exponential_dtype(value.dtype))
         flags = (value.new_zeros if backward else value.new_empty)(*value.shape[:3], 1, dtype=torch.float32)
         self._launch_by_rows(laser.exponentials, backward, value, (array(exp_values), array(flags)), backward)
@@ -364,8 +364,8 @@ class Launcher:
         # Tensor cores take at least 16 rows. One row goes without them in float32, and in
         # ``decode.weights``, which reads few values
         padded = shape.blocks._replace(BLOCK_Q=tl.constexpr(max(16, rows)))
-        unpadded_single_row = padded if rows > 1 else padded._replace(BLOCK_Q=rows_stored)
-        blocks_of_statistics = unpadded_single_row if query.dtype == torch.float32 else padded
+        blocks_of_weights = padded if rows > 1 else padded._replace(BLOCK_Q=rows_stored)
+        blocks_of_statistics = blocks_of_weights if query.dtype == torch.float32 else padded
         split_stats = query.new_empty(heads, splits, decode.STATS.value, rows, dtype=torch.float32)
         split_accs = query.new_empty(heads, splits, rows, padded.BLOCK_DV.value, dtype=torch.float32)
         scores = query.new_empty(heads, self.inputs.group * query.size(2), self.inputs.key_length, dtype=torch.float32)
@@ -374,7 +374,7 @@ class Launcher:
         score_arguments = *shared, scores, rows_stored, stages
         self._launch(decode.statistics, variant_key, grid, *score_arguments, blocks_of_statistics, **options)
         if self.algebra.reweighted:
-            self._launch(decode.weights, variant_key, grid, *score_arguments, unpadded_single_row, **options)
+            self._launch(decode.weights, variant_key, grid, *score_arguments, blocks_of_weights, **options)
         sums = *shared, splits, outputs, rows_stored, blocks_of_statistics  # combine uses only its BLOCK_DV
         self._launch(decode.combine, variant_key, (1, heads), *sums, **options)
 

@@ -149,7 +149,7 @@ def say_replaced(path: Path, runs: Sequence[RunInfo], console: Console) -> None:
         names = [entry["info"]["name"] for entry in json.loads(path.read_text(encoding="utf-8"))["runs"]]
     if lost := [name for name in names if name not in {info.name for info in runs}]:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
-        together = "`softfocus compare RUN...` shows runs together"
+        together = "`softfocus compare RUN...` shows runs together, if their folders are there"
         say(console, f"Note: {path} is replaced. It also held {', '.join(lost[:4])}{more}; {together}", wrap=True)
 
 

@@ -12,9 +12,9 @@
 // Rows of small elements are scaled up, so that none is flushed. The other row may hold elements
 // up to 2^128. Rows from 2^61 on are therefore scaled down: otherwise a dot product could overflow
 // that does not overflow for the rows as given. Rows in between are left alone. A flushed element
-// times an element up to 2^100 (2^40 in the last line) of the other row is below 2^-26. With a
-// score scale up to 1 that changes e^s by less than 2^-26 of it; rounding changes it by up to
-// 2^-24.
+// times an element up to 2^100 (2^40 in the last line) of the other row is below 2^-26. So each
+// flushed element changes s by less than 2^-26 times the score scale. Rounding changes e^s by up to
+// 2^-24 of it.
 //
 // With cosine similarity the factor of every row is its prescale. In unit vectors a flushed element
 // is below 2^-126, and so is its term of the dot product.

@@ -87,7 +87,7 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active, EXACT: tl.co
     GradientRow). EXACT needs no other field of GradientRow than delta and ``grad_factor``.
 
     Rows that are not active: all 0. Exception: with ``algebra.shifted``, not EXACT, the shift is
-    inf (softplus: 0), so that f is 0.
+    inf, so that f is 0; for softplus it is 0, and weight_factor = 0 removes f.
 
     ``product_scale`` is in the score unit, and ``grad_factor`` is divided by that unit. Both are
     factors of grad_key. Scores need ``product_scale`` alone.
