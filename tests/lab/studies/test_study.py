@@ -247,7 +247,9 @@ train.warmup = 1
     with pytest.raises(LabError, match=r"^row still-faster of the study: there is no row or recipe 'fastre'.*'faster'"):
         study.recipes(*study.load(str(tmp_path / "rows.toml")))
     (tmp_path / "rows.toml").write_text(text.replace("warmup = 1", "warmup = 99"))
-    with pytest.raises(LabError, match=r"^row mqar of the study: mqar-s0: train: warmup=99 .* in the study or with --set$"):
+    with pytest.raises(
+        LabError, match=r"^row mqar of the study: mqar-s0: train: warmup=99 .* in the study or with --set$"
+    ):
         study.recipes(*study.load(str(tmp_path / "rows.toml")))
 
 
