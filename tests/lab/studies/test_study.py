@@ -162,8 +162,14 @@ def test_a_study_trains_what_is_left_and_compares_all(two_rows: Path, tmp_path: 
     for name in ("results.json", "figure1.png", "report.html", "logs/plain-s3.log"):
         assert (out / name).exists()
     second = console()
-    run_study(str(two_rows), out, jobs=1, console=second)
+    same = f"train.steps={left.train.steps}"
+    run_study(str(two_rows), out, jobs=1, overrides=[same], console=second)
     assert "4 runs, 0 of them left" in said(second)
+    assert f"All rows were trained with --set {same}." in " ".join(said(second).split())
+    with pytest.raises(
+        LabError, match=r"holds a run of another recipe: train\.learning_rate .*; give the same options"
+    ):
+        run_study(str(two_rows), out, jobs=1, overrides=["train.learning_rate=0.5"], console=console())
 
 
 @pytest.mark.long
@@ -610,11 +616,12 @@ def test_a_key_may_be_set_in_all_rows(two_rows: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("name=a", "--set name cannot be set in all rows of a study; a run has the name of its row and its seed"),
-        ("train.seed=3", "--set train.seed cannot be set in all rows of a study; choose seeds with --seeds"),
-        ("train=3", "--set train cannot be set in all rows of a study; choose seeds with --seeds"),
-        ("train.seed.x=3", "choose seeds with --seeds"),
-        ("base=small", "--set base cannot be set in all rows of a study; a row's base stands in the study"),
+        ("name=a", "--set changes the name or the seed, which each run has of its own; choose seeds with --seeds"),
+        ("train.seed=5", "--set changes the name or the seed"),
+        ('"train".seed=5', "--set changes the name or the seed"),
+        ("train.seed.x=3", "'seed' is a value, not a table"),
+        ("train=3", "row plain of the study: plain-s3: train = 3"),
+        ("base=small", "has no key 'base'"),
         ("train.step=3", "has no key 'train.step'; did you mean 'train.steps'"),
         ("train.steps=abc", "row plain of the study: plain-s3: train.steps = 'abc' should be a valid integer"),
         ("train.steps", "is not KEY=VALUE"),
@@ -630,7 +637,7 @@ def test_a_key_that_cannot_be_set_in_all_rows_is_refused(override: str, says: st
 def test_rows_that_become_the_same_are_refused(two_rows: Path) -> None:
     """Reports would take them for two seeds of one row."""
     alike = ["model.layout={}", "train.learning_rate=0.5", "model.mechanism=lssa"]
-    with pytest.raises(UsageError, match="--set makes plain-s3 and local-s3 the same training; leave one of the rows"):
+    with pytest.raises(LabError, match="plain-s3 and local-s3 are the same training; leave one of the rows out with"):
         study.recipes(*study.load(str(two_rows)), overrides=alike)
     assert len(study.recipes(*study.load(str(two_rows)), rows=["plain"], overrides=alike)) == 2
 

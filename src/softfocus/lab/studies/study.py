@@ -100,14 +100,13 @@ def recipes(
     """A recipe for each row and seed: all rows of a seed before the next seed.
 
     Raises:
-        UsageError: a row that the study has not; an override that cannot be read, that sets the
-            name, the seed or the base, or that makes two rows the same training.
-        LabError: a row that makes no recipe.
+        UsageError: a row that the study has not, or an override that cannot be read or that changes
+            a name or a seed.
+        LabError: a row that makes no recipe, or two rows that are the same training.
     """
     if unknown := [name for name in rows or () if name not in study.rows]:
         known = f"the study's rows are {', '.join(study.rows)}"
         raise UsageError(f"--rows: there is no row {unknown[0]!r}", did_you_mean(unknown[0], study.rows, known))
-    _refuse_overrides(overrides)
     found = []
     for seed in seeds or study.seeds:
         of_seed: list[Recipe] = []
@@ -121,31 +120,20 @@ def recipes(
             except LabError as error:
                 remedy = error.remedy.replace("correct it in the recipe", "correct it in the study")
                 raise type(error)(f"row {name} of the study: {error.what}", remedy) from None
+            if (recipe.name, recipe.train.seed) != (f"{name}-s{seed}", seed):
+                what = "--set changes the name or the seed, which each run has of its own"
+                raise UsageError(what, "choose seeds with --seeds")
             # Reports take runs that differ by name alone for further seeds of one row
-            if overrides and (
-                same := [one.name for one in of_seed if one == recipe.model_copy(update={"name": one.name})]
-            ):
-                what = f"--set makes {same[0]} and {recipe.name} the same training"
-                raise UsageError(what, "leave one of the rows out with --rows")
+            for other in of_seed:
+                if recipe == other.model_copy(update={"name": recipe.name}):
+                    what = f"{other.name} and {recipe.name} are the same training"
+                    raise LabError(what, "leave one of the rows out with --rows, or set what they differ in")
             of_seed.append(recipe)
         found += of_seed
     if len(kinds := {recipe.data.kind for recipe in found}) > 1:
         what = " and some on ".join(TRAINED_ON[kind] for kind in sorted(kinds, reverse=True))
         raise LabError(f"some rows are trained on {what}", "make a study of each")
     return found
-
-
-def _refuse_overrides(overrides: Sequence[str]) -> None:
-    """Refuse what the name and the seed of each run would replace, and a base."""
-    for override in overrides:
-        key = override.partition("=")[0].strip()
-        for what, remedy in {
-            "name": "a run has the name of its row and its seed",
-            "train.seed": "choose seeds with --seeds",
-            "base": "a row's base stands in the study",
-        }.items():
-            if f"{key}.".startswith(f"{what}.") or f"{what}.".startswith(f"{key}."):
-                raise UsageError(f"--set {key} cannot be set in all rows of a study", remedy)
 
 
 def _base_and_changes(study: Study, name: str, seen: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:

@@ -195,7 +195,8 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
 
     In rows without a threshold f may underflow, and the quotient is 0 / 0. It is then p phi' / phi,
     from ``Phi.log_derivative``. Here phi' has the factors 2^-shift and ``phi_unit``, as f has.
-    dL/df = dL/d(log r) p / (f - threshold) includes all factors of the row, unlike g.
+    dL/df = dL/d(log r) p / (f - threshold) includes all factors of the row. The callers use it as g
+    with a grad_factor of 1.
     """
     f = algebra.phi.value(s, row.shift, algebra)
     # derivative includes phi_unit here, unlike in weights_and_gradients
