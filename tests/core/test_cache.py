@@ -228,6 +228,7 @@ def split(monkeypatch):
         yield lambda n: monkeypatch.setattr(call, "_programs", lambda device: n)
 
 
+@pytest.mark.long
 @on_a_gpu
 @pytest.mark.parametrize(
     ("name", "paged", "queries", "splits"),

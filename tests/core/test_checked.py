@@ -174,6 +174,7 @@ def test_a_wrong_kernel_gives_way_to_the_tiled_backend(calls, direction, dtype):
         assert equal(results("auto", leaves, mechanism="lssa"), results("triton", leaves, mechanism="lssa"))
 
 
+@pytest.mark.long
 def test_a_kernel_that_does_not_compile_gives_way(calls):
     def no_compiler(result):
         raise RuntimeError("ptxas died\nof something")
@@ -244,6 +245,7 @@ def test_calls_of_one_kind_run_the_same_kernels():
     assert len(kinds) > 15
 
 
+@pytest.mark.long
 def test_what_is_seen_is_said():
     leaves = tensors()
     assert "the first call is compared with 'tiled'" in explain(*leaves, **CALL).reasons["triton"]

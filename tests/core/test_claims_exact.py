@@ -112,6 +112,7 @@ def test_jacobians_of_any_number_of_keys(count: int, seed: int) -> None:
     torch.testing.assert_close(jacobian, (scores + values).softmax(0) - weights, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.long
 @untimed
 @given(st.integers(2, 40), st.integers(0, 2**31))
 def test_softmax_passes_no_more_gradient_than_its_probability(count: int, seed: int) -> None:

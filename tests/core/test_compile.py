@@ -94,7 +94,7 @@ print("fine", bool(q.grad.isfinite().all()))
 
 
 @pytest.mark.parametrize("mechanism", ["lssar", "sigmoid_log_l"])  # which has the length itself in its scores
-@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "tiled", pytest.param("reference", marks=pytest.mark.long)])
 def test_lengths_can_be_dynamic(backend, mechanism):
     torch.compiler.reset()
     graphs = CompileCounterWithBackend("aot_eager")
@@ -130,6 +130,7 @@ class WithWeights(torch.nn.Module):
         return torch.cat(self.attention(x[0], x[0], x[0]), -1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("made", [Weights, HalfWindow, WithWeights])
 def test_what_is_exported_takes_other_lengths(made, strict):
@@ -212,6 +213,7 @@ def test_the_tensors_that_torch_traces_with_are_taken():
     assert torch.func.grad(dense)(*given).shape == given[0].shape
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["cpu", "tiled"])
 def test_vmap_runs_and_functional_gradients_are_refused_by_name(backend):
     given = [torch.randn(3, 1, 2, 5, 8) for _ in range(3)]

@@ -199,12 +199,16 @@ MASKS = [
 ]
 
 
-def everywhere(cases, ways=WAYS, others=DTYPES[1:]):
+def everywhere(cases, ways=WAYS, others=DTYPES[1:], long=()):
     """Mechanisms in float32 and in one of the other dtypes, in turn; all the cases in one test.
 
     How 16 bits are read and rounded does not depend on the mechanism; test_parity has all pairs.
     """
-    pairs = [(way, dtype) for n, way in enumerate(ways) for dtype in (DTYPES[0], *others[n % 2 : n % 2 + 1])]
+    pairs = [
+        pytest.param(way, dtype, marks=[pytest.mark.long] * (way in long))
+        for n, way in enumerate(ways)
+        for dtype in (DTYPES[0], *others[n % 2 : n % 2 + 1])
+    ]
 
     def spread(test):
         test = pytest.mark.parametrize(("mechanism", "dtype"), pairs, ids=str)(test)
@@ -225,7 +229,7 @@ def test_dimensions_and_groups(holds, cases, mechanism, dtype):
         holds(cpu, case, mechanism, dtype)
 
 
-@everywhere(MASKS)
+@everywhere(MASKS, long=("laser", "laser_lssar"))
 def test_masks_across_the_blocks(holds, cases, mechanism, dtype):
     for case in cases:
         holds(cpu, case, mechanism, dtype)
@@ -574,7 +578,7 @@ FEW = [
 ]  # fmt: skip
 
 
-@everywhere(FEW)
+@everywhere(FEW, long=("lssar", "laser", "laser_lssar"))
 def test_few_queries(holds, cases, mechanism, dtype):
     for case in cases:
         holds(cpu, case, mechanism, dtype)

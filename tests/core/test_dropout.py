@@ -262,6 +262,7 @@ def test_a_p_of_0_is_no_dropout_and_draws_nothing(backend, mechanism):
 # Around it
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_under_torch_compile(backend):
     """fullgraph: the seed is drawn inside the graph, by the same generator."""

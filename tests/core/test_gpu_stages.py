@@ -90,6 +90,7 @@ def test_an_item_that_hangs_costs_its_limit_and_keeps_what_it_wrote(plan, tmp_pa
     assert running.returncode == 1  # what an item started is gone with it
 
 
+@pytest.mark.long
 def test_what_does_not_fit_the_time_is_said(plan):
     found = plan(item("first", "pass"), item("late", "pass", limit=100.0), seconds=15.0)
     assert "left out" in found["late"]["exit"] or found["late"]["exit"] == 0

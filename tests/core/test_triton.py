@@ -166,6 +166,7 @@ def test_parity_of_keys_split_among_programs(quiet, monkeypatch, case, name, dty
     assert min(ran) > 1
 
 
+@pytest.mark.long
 def test_values_that_weigh_nothing_or_less_than_rounding_are_not_read_in_decoding(quiet, monkeypatch):
     split_keys(monkeypatch, 4)
     query, key, value = (
@@ -218,7 +219,13 @@ def test_decoding_refuses_more_threads_than_scores(monkeypatch):
 
 
 @pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("name", ["softmax", "lssa", "lssar", "relu_l1", "laser", "laser_lssar"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("softmax", "lssa", "lssar", "relu_l1"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("laser", "laser_lssar")),
+    ],
+)
 @pytest.mark.parametrize(("dtype", "near"), [(SINGLE, 1e-4), (BRAIN, 0.05)], ids=["float32", "bfloat16"])
 def test_decoding_numbers_out_of_the_ordinary(quiet, monkeypatch, name, heads, dtype, near):
     """A query alone, and a few: norms whose squares float32 does not hold, values beyond what LASER
@@ -267,6 +274,7 @@ def test_the_operators(quiet, name):
     torch.library.opcheck(ops.attend_backward, (torch.randn_like(out), *pack(call), "triton", True, out, rows))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("power", "dtype"), [(1.5, SINGLE), (40.0, HALF), (40.0, SINGLE)])
 def test_powers(quiet, power, dtype):
     mechanism = Mechanism(phi="softplus", similarity="cosine", scale="log(d)", length_scale="log(N)", power=power)
@@ -622,6 +630,7 @@ def sum_of_equal_terms(out, x, n):
     tl.store(out + tl.arange(0, 16), forward.compensated(total, error))
 
 
+@pytest.mark.long
 def test_a_long_row_of_equal_scores_is_summed_exactly():
     """A plain sum of so many tiles errs by more than TIE_TOLERANCE."""
     out, x, n = torch.empty(16, device=DEVICE), 88.7231, 3000
@@ -828,6 +837,7 @@ def test_marked_rows_whose_tile_does_not_fit_take_a_smaller_one(quiet, monkeypat
     assert tried[-1] == 16
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(1, 1, 1, -1), (1, 1, -1, 1), (1, 1, -1, -1)], ids=str)
 def test_only_the_first_dimension_of_a_grid_grows_with_the_length(quiet, monkeypatch, shape):
     """CUDA's others end at 65535."""

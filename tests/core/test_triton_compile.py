@@ -75,6 +75,7 @@ def test_every_kernel_compiles_and_spills_little(arch, mechanism):
             assert not spilled, (arch, mechanism, head_dim, spilled)
 
 
+@pytest.mark.long
 def test_the_inner_loop_stays_short():
     """What an attention kernel does beside its products decides how fast it is
     (docs/performance-gpu.md): LSSA's forward takes 12 instructions a score in tiles that nothing

@@ -314,17 +314,16 @@ def changed_at_the_end(model, inputs, before):
     return ((forward(model, other)[outputs[0]] - own)[:, :-1].abs().max() / own.abs().max()).item()
 
 
-DEFAULT = [
-    "bert", "bigbird_pegasus", "bridgetower", "clip", "deepseek_v3", "git", "informer", "llama", "nllb_moe",
-    "pegasus_x",
-    "sam", "sam_hq", "t5", "whisper",
-]  # fmt: skip
+DEFAULT = {"bert", "clip", "deepseek_v3", "informer", "llama", "sam", "sam_hq", "t5"}
+LONG = {"bigbird_pegasus", "bridgetower", "git", "nllb_moe", "pegasus_x", "whisper"}
+FOLDERS = [
+    pytest.param(f, marks=[] if f in DEFAULT else [pytest.mark.long if f in LONG else pytest.mark.slow])
+    for f in DISPATCHING
+]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "folder", [pytest.param(f, marks=[] if f in DEFAULT else [pytest.mark.slow]) for f in DISPATCHING]
-)
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_it_is_its_own_eager_attention(folder, tmp_path):
     cases = {config: tiny(config, kinds) for config, kinds in families(folder).items()}
     assert any(cases.values()) or folder in TABLE["unused"], "nothing that dispatches is in any model of the folder"

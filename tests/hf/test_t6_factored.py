@@ -166,6 +166,7 @@ def called(mechanism, seed, dtype, heads=8, length=128, rank=2, size=32):
     return ours, eager, exact
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("heads", "length", "size"), [(8, 128, 32), (34, 2048, 64)], ids=["small", "chosen"])
 @pytest.mark.parametrize("name", ["softmax", "lssa", "lssar", "ssmax", "qknorm"])
 def test_single_precision_is_as_exact_as_the_formula_on_keys(name, heads, length, size):

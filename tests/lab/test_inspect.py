@@ -219,6 +219,7 @@ def test_the_record_reads_back_equal(looked: tuple[Inspections, Path]) -> None:
         read(folder / "nothing.json")
 
 
+@pytest.mark.long
 def test_a_record_of_one_document_reads_back(runs: dict[str, Path], tmp_path: Path) -> None:
     """Its standard errors are NaN, which JSON has not got."""
     text = tmp_path / "text.txt"
@@ -231,6 +232,7 @@ def test_a_record_of_one_document_reads_back(runs: dict[str, Path], tmp_path: Pa
     assert "NaN" not in paths[1].read_text()
 
 
+@pytest.mark.long
 def test_the_page_needs_nothing_but_itself(looked: tuple[Inspections, Path]) -> None:
     page = (looked[1] / "inspect.html").read_text()
     assert not re.search(r"<(script|link|iframe|object)\b|@import|url\((?!#)", page)

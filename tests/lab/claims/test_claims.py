@@ -171,6 +171,7 @@ def test_tests_that_claims_cite_exist() -> None:
         assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), reference
 
 
+@pytest.mark.long
 def test_the_published_pages_and_figures_are_those_of_the_published_results(tmp_path: Path) -> None:
     """Byte for byte: `softfocus report` writes them."""
     drawn = {path.relative_to(PUBLIC) for path in PUBLIC.rglob("*.png")}

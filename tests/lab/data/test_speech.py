@@ -168,6 +168,7 @@ def test_texts_without_a_finite_loss_are_left_out(folder: Path, caplog: pytest.L
         _ = data.sampled(of_folder(folder, f"data.source={folder / 'train' / '19'}"), silent).key
 
 
+@pytest.mark.long
 def test_a_run_on_a_folder(folder: Path, tmp_path: Path) -> None:
     """Trained by the trainer with its reading processes, and measured."""
     small = ["hidden_size=16", "num_hidden_layers=1", "num_attention_heads=2", "intermediate_size=16"]

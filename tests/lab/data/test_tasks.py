@@ -164,6 +164,7 @@ def best_guess(task: Task, reach: int, nearest: int, count: int = 4000) -> tuple
     return float(np.mean(right)), float(np.std(right, ddof=1) / len(right) ** 0.5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task", BLIND, ids=repr)
 def test_a_window_is_at_chance_where_every_answer_lies_beyond_its_reach(task: Task) -> None:
     reach = 25

@@ -161,6 +161,7 @@ def test_labels_that_can_be_learned_are_learned(trained: Path, tmp_path: Path, m
     assert load_measured(folder, Labelled).rows == [second, again], "a data set has one row"
 
 
+@pytest.mark.long
 def test_data_sets_of_one_name_have_a_row_each(trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Rows from before there was a key are told apart by their numbers."""
     folder = tmp_path / "run"

@@ -81,6 +81,7 @@ def stop_at(count: int, kind: str) -> Any:
     return listen
 
 
+@pytest.mark.long
 def test_a_row_is_what_a_loop_by_hand_counts(run: Path) -> None:
     found = recall(run, [T, 4 * T], sequences=12, batch_tokens=300)
     assert [(row.grown, row.length, row.nearest) for row in found.rows] == [

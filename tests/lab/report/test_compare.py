@@ -46,6 +46,7 @@ def test_any_runs_in_one_report(four, tmp_path, quiet):
     assert (tmp_path / "out" / "figure1.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_unequal_grids_meet_where_they_can(fabricate, tmp_path, quiet):
     a = save(fabricate("softmax", [1.0, 1.1, 1.2, 1.6, 3.0]), tmp_path / "a")
     b = save(fabricate("lssar", [2.0, 2.1, 2.2], train_length=512), tmp_path / "b")
@@ -86,6 +87,7 @@ def test_seeds_are_put_together(fabricate, tmp_path, quiet):
     assert all(f"lssar-{seed}" in page for seed in range(3)), "the table of runs names each"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -109,6 +111,7 @@ def test_a_damaged_recipe_is_refused_unless_the_run_is_an_early_one(fabricate, t
         compare([tmp_path / "runabc"], tmp_path / "out", console=quiet)
 
 
+@pytest.mark.long
 def test_a_run_that_diverged_is_named_and_kept(fabricate, tmp_path, quiet):
     """Its row would else be missing without a reason, in a merged comparison, too."""
     a = save(fabricate("softmax", [1.0]), tmp_path / "a")
@@ -129,6 +132,7 @@ def test_a_run_that_diverged_is_named_and_kept(fabricate, tmp_path, quiet):
         compare([tmp_path / "b"], tmp_path / "none", console=quiet)
 
 
+@pytest.mark.long
 def test_vocabularies_are_not_compared(fabricate, tmp_path, quiet):
     a = save(fabricate("softmax", [1.0]), tmp_path / "a")
     b = save(fabricate("lssar", [2.0], vocabulary=512), tmp_path / "b")
@@ -174,6 +178,7 @@ def test_an_evaluation_of_another_training_is_pointed_out(four, tmp_path, quiet)
     assert "belongs to another training" in compare([folder], tmp_path / "out", console=quiet).notes[-1]
 
 
+@pytest.mark.long
 def test_a_report_names_no_folders_of_the_machine(four, tmp_path, quiet):
     folder = save(four[0], tmp_path / "a")
     paths = 'source = "/home/ann/my texts/*.txt"\ntokenizer = "~/tokenizers/one/"\nvalidation_source = "hub:a/b"\n'
@@ -183,6 +188,7 @@ def test_a_report_names_no_folders_of_the_machine(four, tmp_path, quiet):
     )
 
 
+@pytest.mark.long
 def test_runs_that_a_report_no_longer_shows_are_named(fabricate, tmp_path):
     one, two, three = (
         save(fabricate(name, [1.0], name=name), tmp_path / name) for name in ("softmax", "lssa", "lssar")

@@ -399,6 +399,7 @@ class TestFigure:
         save_curves([Panel("x", "y", lines)], tmp_path / "f.png", title="Eight", train_length=1)
         assert len(looks(saved[0])) == 8
 
+    @pytest.mark.long
     def test_dollars_in_names_are_dollars(self, fabricate, tmp_path):
         entries = [fabricate("lssa", [1.0, 2.0], name=name) for name in (r"$\frac{$", "a$b$")]
         title = r"costs $5 or $\frac{ b$"
@@ -553,6 +554,7 @@ def text(four):
 
 
 class TestPage:
+    @pytest.mark.long
     def test_is_self_contained(self, text):
         page = Page(text)
         for tag, attributes in page.tags:

@@ -217,6 +217,7 @@ def test_a_trainer_whose_folder_was_deleted_does_not_make_half_a_run(tiny: Path,
     assert not folder.exists()
 
 
+@pytest.mark.long
 def test_files_of_two_trainings_are_not_taken_for_one(tiny: Path, run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     train(load(tiny, ["train.seed=3"]), other)
@@ -272,6 +273,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_another_training_is_not_resumed(tiny: Path, trained: Path, tmp_path: Path) -> None:
     """As a trainer leaves it that writes in the moment after it was displaced."""
     folder, other = tmp_path / "run", tmp_path / "other"
@@ -297,6 +299,7 @@ def test_a_signal_before_the_first_step_is_an_interruption(
     assert load_run(tmp_path / "run", complete=False).status == "interrupted"
 
 
+@pytest.mark.long
 def test_the_end_of_the_terminal_keeps_a_checkpoint(tiny: Path, trained: Path, tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:

@@ -292,8 +292,8 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="fi
 
 
 @needs_proc
+@pytest.mark.long
 class TestWhole:
-    @pytest.mark.long
     def test_everything_is_there(self, whole):
         assert [entry.info.name for entry in whole.report.runs] == list(MODELS)
         for entry in whole.report.runs:
@@ -344,7 +344,6 @@ class TestWhole:
         for name, when in whole.written.items():
             assert (whole.folder / name / RUN).stat().st_mtime_ns == when
 
-    @pytest.mark.long
     def test_started_once_more_it_only_reports(self, whole):
         console = plain_console()
         began = {name: (whole.folder / name / EVALUATION).stat().st_mtime_ns for name in MODELS}
@@ -357,7 +356,6 @@ class TestWhole:
         with pytest.raises(LabError, match=rf"{what}; .*--overwrite"):
             run_demo(whole.folder, console=plain_console())
 
-    @pytest.mark.long
     def test_ctrl_c_stops_the_workers_and_keeps_their_work(self, tmp_path):
         folder, recipe = tmp_path / "demo", tmp_path / "long.toml"
         recipe.write_text(load("demo-lssa", [*FAST, "train.steps=100000", "name=long"]).to_toml())

@@ -182,6 +182,7 @@ def test_a_row_that_fails_is_named_and_the_others_are_compared(two_rows: Path, t
     assert (out / "results.json").exists()
 
 
+@pytest.mark.long
 def test_a_row_that_diverged_stands_in_the_results(two_rows: Path, tmp_path: Path, fabricate: Any) -> None:
     """It is not trained again, and the study does not fail."""
     out = tmp_path / "out"

@@ -24,6 +24,7 @@ from softfocus.lab.studies.jobs import plan_jobs
 from softfocus.lab.studies.study import train_all
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_run_is_measured_again_on_other_text(tiny: Path, tmp_path: Path, masked: bool) -> None:
     """evaluate.tokens of the study's file decides, not of the run that is there."""

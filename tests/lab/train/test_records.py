@@ -60,6 +60,7 @@ def test_the_last_held_out_loss_is_that_of_the_saved_model(noting: tuple[Recipe,
     assert all(window[:8].numpy().astype(source.store.validation.dtype).tobytes() in held_out for window in windows)
 
 
+@pytest.mark.long
 def test_a_resumed_training_has_noted_the_same(noting: tuple[Recipe, RunInfo, Path], tmp_path: Path) -> None:
     recipe, whole, _ = noting
 

@@ -228,6 +228,7 @@ ANNEALED = [
 ]
 
 
+@pytest.mark.long
 def test_the_power_is_annealed_and_resuming_is_exact(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
