@@ -268,7 +268,7 @@ class Backend(Protocol):
         """A short description for ``explain()``."""
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Returns out [B, H, Lq, Dv] and row vectors [4 or more, B, H, Lq]. The first four are
+        """Returns out [B, H, Lq, Dv] and saved vectors [4 or more, B, H, Lq]. The first four are
         :class:`RowStatistics`.
         """
 
@@ -280,8 +280,8 @@ class Backend(Protocol):
 
     @property
     def saved_vector_count(self) -> Callable[[Call], int] | None:
-        """Takes a call. Returns the number of row vectors that the backward needs from the forward,
-        in addition to ``out``. The number includes the four of :class:`RowStatistics`.
+        """Takes a call. Returns the number of saved vectors that the backward needs from the
+        forward, in addition to ``out``. It includes the four of :class:`RowStatistics`.
         """
 
     @property

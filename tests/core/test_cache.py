@@ -223,7 +223,7 @@ def split(monkeypatch):
         pytest.skip("needs a GPU, or Triton's interpreter")
     import numpy
 
-    monkeypatch.setattr(call, "TILES_OF_A_SPLIT", 1)
+    monkeypatch.setattr(call, "TILES_PER_SPLIT", 1)
     with numpy.errstate(all="ignore"):
         yield lambda n: monkeypatch.setattr(call, "_programs", lambda device: n)
 

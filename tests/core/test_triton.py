@@ -144,7 +144,7 @@ def split_keys(monkeypatch, programs):
     from softfocus.backends.triton import call
 
     monkeypatch.setattr(call, "_programs", lambda device: programs)
-    monkeypatch.setattr(call, "TILES_OF_A_SPLIT", 1)
+    monkeypatch.setattr(call, "TILES_PER_SPLIT", 1)
     if not knobs.runtime.interpret:  # whose tiles are small
         candidates, small = tuning.candidates, (TileShape(16, 16, 4, 2),)
         monkeypatch.setattr(

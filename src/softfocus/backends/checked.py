@@ -71,7 +71,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         raise RuntimeError(
             "softfocus: the Triton kernels are refused for this call, and what runs instead cannot be captured"
         )
-    # There is no backward, and so there are no row vectors
+    # There is no backward, and so there are no saved vectors
     parts = [tiled.forward(_sequence(b, call))[0] for b in range(call.query.size(0))]
     return torch.cat(parts), call.query.new_empty(0)
 

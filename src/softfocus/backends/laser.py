@@ -15,8 +15,8 @@ from softfocus.rows import Rows
 
 # A product loses weights that are too small for float32. docs/kernels-cpu.md derives the two limits
 # from that.
-LARGE_VALUE = 30.0  # values above shift + LARGE_VALUE are large: rows that give weight to one take the exact sum
-SMALL_SUM = 1e-12  # smaller sums take the exact sum: the row's weights lie on values far below the shift
+LARGE_VALUE = 30.0  # values above shift + LARGE_VALUE are large: an entry with weight on one takes the exact sum
+SMALL_SUM = 1e-12  # smaller sums take the exact sum: the weights lie on values far below the shift
 SHIFT_TOLERANCE = 20.0  # the shift moves when the maximum is farther from it
 MAX_EXPONENT = 80.0  # exponents are clamped here: e^80 is finite in float32, and 0 times it is 0
 ENTRY_ELEMENTS = 1 << 20  # the largest [n, K] of rows or entries whose logarithms are computed at once
@@ -63,13 +63,13 @@ class LogWeights:
         """dL/ds [b, h, R, K], with that of the rows at ``index`` computed from ``exact_terms``, A
         dL/dA [n, K]. Both dL/ds and dL/dp [b, h, G, R / G, 1] are overwritten in these rows.
         """
-        rows = None if grad_power is None else grad_power.view(*grad_power.shape[:2], -1, 1)
+        grad_power_rows = None if grad_power is None else grad_power.view(*grad_power.shape[:2], -1, 1)
         for some in _pieces(len(exact_terms), exact_terms.size(-1)):
             here = index[0][some], index[1][some], index[2][some]
             grad_s, grad_p = self._gradients(here, exact_terms[some])
             grad_scores[here] = grad_s.to(grad_scores.dtype)
-            if rows is not None and grad_p is not None:
-                rows[here] = grad_p.to(rows.dtype)
+            if grad_power_rows is not None and grad_p is not None:
+                grad_power_rows[here] = grad_p.to(grad_power_rows.dtype)
         return grad_scores
 
     def _gradients(self, index: RowIndex, exact_terms: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -125,12 +125,12 @@ class LogWeights:
 
 
 class ShiftedExponential:
-    """exp(V - M) for the values of some heads, with a shift M for each column that no later value
-    can change.
+    """exp(V - M) for the values of some heads, with a shift M for each column that no value in a
+    row's future can change.
 
-    M is the column's maximum over the keys that *every* row of a tile sees, so that a change in a
-    row's future leaves the row bit-equal. M moves only when that maximum is farther from it than
-    SHIFT_TOLERANCE, so that exp(V - M) is seldom computed again. The exponent is clamped at
+    M starts at 0. A tile moves it to the column's maximum over the keys that *every* row of the
+    tile sees, if that is farther from it than SHIFT_TOLERANCE. So a change in a row's future leaves
+    the row bit-equal, and exp(V - M) is seldom computed again. The exponent is clamped at
     MAX_EXPONENT, so that an unseen value contributes exactly 0. An entry (row, column) that gives
     weight to a value above M + LARGE_VALUE, or whose sum is below SMALL_SUM, is the log-sum-exp of
     log A + V in place of the product. Ordinary values need none.
@@ -175,10 +175,10 @@ class ShiftedExponential:
         grad_value = (weights.mT @ grad_total).mul_(exp_values)
         if not bool(exact.any()):
             return grad_weights, grad_value, None
-        rows = exact.any(-1)  # [b, h, R], rows with an exact entry
-        batch_i, head_i, row_i = rows.nonzero().unbind(-1)
+        has_exact = exact.any(-1)  # [b, h, R]
+        batch_i, head_i, row_i = has_exact.nonzero().unbind(-1)
         index = batch_i, head_i, row_i
-        number = rows.flatten().cumsum(0).view(rows.shape) - 1  # [b, h, R], the place of a row in ``index``
+        number = has_exact.flatten().cumsum(0).view(has_exact.shape) - 1  # [b, h, R], the place of a row in ``index``
         exact_terms = grad_weights[index].to(logs.double)  # [n, K]
         for some in _pieces(len(row_i), weights.size(-1)):
             exact_terms[some] *= logs.weights((batch_i[some], head_i[some], row_i[some])).exp()

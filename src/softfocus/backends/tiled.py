@@ -38,18 +38,18 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     for chunk in chunks(call):
         exponential = ShiftedExponential(chunk.value) if mechanism.laser else None
         for tile in chunk.tiles():
-            rows = chunk.weigh(tile)
+            weighed = chunk.weigh(tile)
             dropout = chunk.dropout(tile, seed)
-            weights = chunk.flat(rows.weights if dropout is None else rows.weights * dropout)
+            weights = chunk.flat(weighed.weights if dropout is None else weighed.weights * dropout)
             if exponential is None:
                 tile_out = weights @ chunk.value[..., tile.keys, :]
             else:
-                logs = LogWeights(rows, tile.count, mechanism, chunk.power)
+                logs = LogWeights(weighed, tile.count, mechanism, chunk.power)
                 tile_out = exponential.log_weighted_exp(weights, logs, tile.keys, tile.visible_to_all)
-            tile_out = chunk.set_exceptional_rows(tile_out, rows, tile, nonfinite=torch.nan)
+            tile_out = chunk.set_exceptional_rows(tile_out, weighed, tile, nonfinite=torch.nan)
             chunk.view(out, tile.rows).copy_(chunk.unflat(tile_out))
-            for number, row_vector in enumerate((tile.count, rows.maximum, rows.log_norm, rows.peak)):
-                chunk.view(statistics[number], tile.rows).copy_(row_vector[..., 0])
+            for number, statistic in enumerate((tile.count, weighed.maximum, weighed.log_norm, weighed.peak)):
+                chunk.view(statistics[number], tile.rows).copy_(statistic[..., 0])
     return out, statistics
 
 
@@ -60,28 +60,29 @@ def backward(call: Call, grad: Tensor, bias_grad: bool) -> dict[str, Tensor]:
         grad_key, grad_value = torch.zeros_like(chunk.key), torch.zeros_like(chunk.value)
         exponential = ShiftedExponential(chunk.value) if mechanism.laser else None
         for tile in chunk.tiles():
-            rows = chunk.weigh(tile)
+            weighed = chunk.weigh(tile)
             dropout = chunk.dropout(tile, seed)
-            weights = chunk.flat(rows.weights if dropout is None else rows.weights * dropout)
+            weights = chunk.flat(weighed.weights if dropout is None else weighed.weights * dropout)
             # Outputs that are 0 or NaN by convention pass no gradient
-            grad_out = chunk.set_exceptional_rows(chunk.take(grad, tile.rows), rows, tile, nonfinite=0.0)
+            grad_out = chunk.set_exceptional_rows(chunk.take(grad, tile.rows), weighed, tile, nonfinite=0.0)
             if exponential is None:
                 grad_value[..., tile.keys, :] += weights.mT @ grad_out
                 grad_weights = grad_out @ chunk.value[..., tile.keys, :].mT
             else:
-                logs = LogWeights(rows, tile.count, mechanism, chunk.power)
-                grad_weights, part, exact = exponential.log_weighted_exp_backward(
+                logs = LogWeights(weighed, tile.count, mechanism, chunk.power)
+                grad_weights, part, exact_rows = exponential.log_weighted_exp_backward(
                     weights, logs, grad_out, tile.keys, tile.visible_to_all
                 )
                 grad_value[..., tile.keys, :] += part
-            grad_weights = grad_weights.view(rows.scores.shape)
+            grad_weights = grad_weights.view(weighed.scores.shape)
             if dropout is not None:
                 grad_weights.mul_(dropout)
             grad_scores, grad_power = rowwise.backward(
-                rows, grad_weights, tile.visible, tile.count, mechanism, chunk.power, call.visibility.key_length
+                weighed, grad_weights, tile.visible, tile.count, mechanism, chunk.power, call.visibility.key_length
             )
-            if exponential is not None and exact is not None:
-                grad_scores = chunk.unflat(logs.correct(chunk.flat(grad_scores), grad_power, *exact))
+            if exponential is not None and exact_rows is not None:
+                # Overwrites grad_power in these rows, too
+                grad_scores = chunk.unflat(logs.correct(chunk.flat(grad_scores), grad_power, *exact_rows))
             chunk.score_backward(tile, grad_scores, grad_key, grads)
             if grad_power is not None and "power" in grads:
                 grads["power"][chunk.heads] += grad_power.sum((0, 3, 4)).flatten()

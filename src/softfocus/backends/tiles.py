@@ -15,12 +15,12 @@ from softfocus.visibility import UNLIMITED
 TILE_ROWS = 64
 """The most query rows of a tile."""
 TILE_ELEMENTS = 1 << 18
-"""The scores of a tile of short rows: 1 MiB of float32. A few such tensors fit into the
-second-level cache.
+"""Heads and sequences are added to a tile while it has at most so many scores: 1 MiB of float32. A
+few such tensors fit into the second-level cache.
 """
 MAX_TILE_ELEMENTS = 1 << 23
-"""The largest number of scores of a tile of several rows: 32 MiB of float32. Tiles of longer rows
-have fewer rows, down to one.
+"""A tile of TILE_ROWS rows of one key head's group may have so many scores: 32 MiB of float32.
+Where rows are longer, it has fewer of them, down to one.
 """
 
 
@@ -53,8 +53,8 @@ class Tile:
     rows: slice
     keys: slice
     visible: Tensor | None  # bool [b|1, h|1, G|1, R, K]; None if all is visible
-    # For LASER: the keys that every row sees, bool [b, h, 1, K] or a slice of the tile's; None if
-    # there are none
+    # For LASER: the keys that every row sees, bool [b, h, 1, K] or a slice of the tile's, either of
+    # which may hold none; None if no row sees a key
     visible_to_all: Tensor | slice | None
     count: Tensor  # [b, h, G, R, 1]
     query: Tensor  # [b, h, G * R, D], normalised for cosine, 0 where it is not finite
@@ -64,8 +64,8 @@ class Tile:
 
 
 def chunks(call: Call) -> Iterator["Chunk"]:
-    """Divides batches and key heads into chunks whose tiles have about TILE_ELEMENTS scores. Tiles
-    with long rows have up to MAX_TILE_ELEMENTS, or one row of each head of a group.
+    """Divides batches and key heads into chunks whose tiles have at most TILE_ELEMENTS scores. A
+    tile of one key head may have up to MAX_TILE_ELEMENTS, or one row of each head of its group.
     """
     visibility = call.visibility
     if call.query.numel() == 0 or call.key.size(2) == 0:
@@ -79,14 +79,14 @@ def chunks(call: Call) -> Iterator["Chunk"]:
     starts = range(0, visibility.query_length, TILE_ROWS)
     spans = (visibility.span(start, min(start + TILE_ROWS, visibility.query_length)) for start in starts)
     row_elements = max(1, group * max(high - low for low, high in spans))  # scores of a row of each head of a group
-    rows = max(1, min(TILE_ROWS, visibility.query_length, MAX_TILE_ELEMENTS // row_elements))
-    heads_per_tile = max(1, TILE_ELEMENTS // (row_elements * rows))  # key heads, of all sequences
+    tile_rows = max(1, min(TILE_ROWS, visibility.query_length, MAX_TILE_ELEMENTS // row_elements))
+    heads_per_tile = max(1, TILE_ELEMENTS // (row_elements * tile_rows))  # key heads, of all sequences
     head_step = min(key_heads, heads_per_tile)
     batch_step = max(1, heads_per_tile // key_heads) if head_step == key_heads else 1
     for b in range(0, batch, batch_step):
         for h in range(0, key_heads, head_step):
             batches, some_heads = slice(b, min(b + batch_step, batch)), slice(h, min(h + head_step, key_heads))
-            yield Chunk(call, count, batches, some_heads, rows)
+            yield Chunk(call, count, batches, some_heads, tile_rows)
 
 
 class Chunk:
@@ -210,16 +210,16 @@ class Chunk:
         """The inverse of :meth:`flat`."""
         return x.view(*self.shape, -1, x.size(-1))
 
-    def set_exceptional_rows(self, x: Tensor, rows: Rows, tile: Tile, nonfinite: float) -> Tensor:
+    def set_exceptional_rows(self, x: Tensor, weighed: Rows, tile: Tile, nonfinite: float) -> Tensor:
         """out or grad_out of a tile, [b, h, G * R, Dv], with its exceptional rows set.
 
         Fully masked rows, which may be NaN, become 0. Rows with a bias of -inf on every key count
         as fully masked, and so do rows of LASER whose weights are all 0. Entries that see a
         non-finite value become ``nonfinite``.
         """
-        empty = self.flat((rows.maximum == -torch.inf).expand(*self.shape, -1, 1))
+        empty = self.flat((weighed.maximum == -torch.inf).expand(*self.shape, -1, 1))
         if self.mechanism.laser:
-            empty = empty | (self.flat(rows.weights) == 0).all(-1, keepdim=True)
+            empty = empty | (self.flat(weighed.weights) == 0).all(-1, keepdim=True)
         if bool(empty.any()):
             x = x.masked_fill(empty, 0.0)
         if self.nonfinite_value is None:
@@ -229,20 +229,20 @@ class Chunk:
         if tile.visible is None:
             seen = value_nonfinite.sum(-2, keepdim=True)
         else:
-            seen = self.flat(tile.visible.expand(rows.scores.shape).to(self.dtype)) @ value_nonfinite
+            seen = self.flat(tile.visible.expand(weighed.scores.shape).to(self.dtype)) @ value_nonfinite
         return x.masked_fill(seen > 0, nonfinite)
 
     def _visible_to_all(self, rows: slice, keys: slice, visible: Tensor | None, count: Tensor) -> Tensor | slice | None:
         """The keys that every row of a tile sees, fully masked rows aside: bool [b, h, 1, K] or a
-        slice; None for no key.
+        slice, either of which may hold none. None if no row of the tile sees a key.
         """
         if visible is None:
             return slice(0, keys.stop - keys.start)
         visibility = self.visibility
         if visibility.mask is None and visibility.key_mask is None and visibility.document_ids is None:
             # All rows see the keys from the last row's left bound to the first row's right bound.
-            # Only the first row needs care: with ``right`` bounded, rows before this one see no
-            # key. No row is after the last key
+            # Row i is at the position i + offset. With ``right`` bounded, rows before
+            # -offset - right are fully masked. At the other end no row is past the last key
             first = rows.start
             if visibility.right != UNLIMITED:
                 first = max(first, -visibility.offset - visibility.right)

@@ -45,7 +45,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 def runner(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A function from query, key and value, laid out as the call's, to ``out``; for calls without
     other tensors. The packed arguments of such a call hold no pointer but the three that ``run``
-    replaces.
+    replaces. They also hold the number of threads and the dropout seed: the caller makes a new
+    runner where these change.
     """
     arguments, _temporaries = pack_params(call)
     kernel = _kernel("softfocus_forward")

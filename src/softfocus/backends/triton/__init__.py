@@ -46,7 +46,7 @@ Decoding splits the keys among programs.
 """
 SCORE_BOUND = 60.0
 """In natural units. While all absolute scores are below this, phi, its sums and the spread need no
-shift: they neither overflow nor underflow.
+shift, except in float16: they neither overflow nor underflow. exp is always shifted.
 """
 LEAST_SCALE = 0.1  # unmeasured
 """The smallest scale(d) with which scores are products of unit vectors. Typical entries of a scaled
@@ -126,8 +126,7 @@ f (``Phi.value``), sum u^p, LASER's marks, and the largest score in the score un
 
 def saved_vector_count(call: Call) -> int:
     """The number of saved vectors that the forward returns: SAVED_VECTORS, plus enough float32
-    vectors to hold the residual, which lies behind them in the same tensor. ``contract.Backend``
-    gives the name.
+    vectors to hold the residual, which lies behind them in the same tensor.
     """
     residual = residual_dtype(call.mechanism, call.value.dtype)
     return SAVED_VECTORS + (0 if residual is None else -(-call.value.size(-1) * residual.itemsize // 4))

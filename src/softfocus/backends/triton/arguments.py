@@ -178,12 +178,13 @@ class Algebra(NamedTuple):
         cosine: cosine similarity, or the dot product.
         length_scale, score_bias, normaliser: as in ``Mechanism``.
         phi: the functions of ``pointwise.py``.
-        reweighted: whether there is a power.
+        reweighted: whether there is a power. The normaliser is then l1.
         power: p where it is an integer, at most 32 and the same for all heads. Otherwise 0, and
             ``Inputs`` holds p.
         laser: the logarithm of the weighted mean of e^V instead of the weighted mean of V.
         shifted: whether phi of a row is multiplied by 2^-shift, where the shift follows from the
-            row's largest score, against overflow and underflow.
+            row's largest score, against overflow and underflow. Only with an l1 norm: always for
+            exp and in float16, for softplus and sigmoid unless scores are bounded (SCORE_BOUND).
         shift_holds_norm: whether the shift is the logsumexp in the backward, so that phi is the
             weight.
         terms: the number of terms of phi's polynomials (``inputs.TERMS``).

@@ -49,8 +49,11 @@ from softfocus.backends.triton.kernels import (
 from softfocus.backends.triton.tuning import next_power_of_two
 from softfocus.contract import LEAVES, Call, pack
 
-TILES_OF_A_SPLIT = 4  # unmeasured
-"""The fewest tiles of keys of a split."""
+TILES_PER_SPLIT = 4  # unmeasured
+"""There are at most as many splits as the key length has tiles, divided by this. A split may have
+fewer tiles, or none: tiles are divided evenly, rounded up, and a window or a short sequence hides
+some.
+"""
 ELEMENTS_AT_ONCE = 4096  # unmeasured
 """Elements whose norms or exponentials one program computes."""
 ALIGNED = 16
@@ -353,7 +356,7 @@ class Launcher:
         if self.inputs.group * query.size(2) > FEW_ROWS or not key.numel() or self.call.dropout.p:
             return 1  # the decoding kernels do not support dropout, which is for training
         tiles = ceil_div(self.inputs.key_length, self._first_shape("decode").keys)
-        return min(_programs(query.device) // (self.inputs.batch * key.size(1)), tiles // TILES_OF_A_SPLIT)
+        return min(_programs(query.device) // (self.inputs.batch * key.size(1)), tiles // TILES_PER_SPLIT)
 
     def _decode(self, outputs: Outputs, tile: tuning.TileShape, splits: int) -> None:
         query, shape = self.call.query, self._launch_shape(tile)

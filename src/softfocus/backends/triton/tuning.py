@@ -65,7 +65,8 @@ TILES = {
     ("decode", "hdim128"): _shapes((16, 64, 4)),
 }
 """The tile shapes to choose from, by kernel and name. A name gives the width, and may add a phi or
-"compute-intensive"; "LASER" is for every width. ``candidates`` takes the most specific one.
+"compute-intensive"; "LASER" (in TILES_BEFORE_HOPPER) is for LASER without re-weighting, of every
+width. ``candidates`` takes the most specific one.
 "hdim64" is for heads of at most 64 dimensions, and for all heads where a kernel has no "hdim128".
 "compute-intensive" kernels compute more per score (``candidates``).
 
@@ -74,7 +75,8 @@ shapes were measured, all in bfloat16, they take at most 1.1 times the time of t
 (docs/results/gpu-h100, gpu-h200). Some spill registers. The two shapes (32, 64, 4) of
 key_gradients, with and without a limit of registers, were compared on the H200 only. bias_gradients
 was not measured. In this table a warp has at least 16 rows in the forward and in query_gradients,
-and 16 keys in key_gradients: with fewer, several warps would do the same work.
+and 16 keys in key_gradients: with fewer, several warps would do the same work. Decoding ignores the
+rows of its shape: only LASER's exact_forward, which runs after it, has them.
 
 With at most 128 registers per thread, two programs of eight warps fit on a multiprocessor, so that
 one computes while the other waits, and with at most 168 three programs of four warps.

@@ -4,7 +4,7 @@
 // register_tile(). AMX flushes subnormal elements to 0. Rows are therefore multiplied by a power of
 // two first (pack_amx_row()). Without cosine similarity:
 //
-//     row's largest element   factor     elements flushed to 0, as given
+//     row's largest element   row times  elements flushed to 0, as given
 //     below 2^-60             prescale   none: bfloat16 ends at 2^-133
 //     from 2^-60 to 2^61      1          below 2^-126
 //     2^61 or more            2^-60      below 2^-66
@@ -16,7 +16,7 @@
 // flushed element changes s by less than 2^-26 times the score scale. Rounding changes e^s by up to
 // 2^-24 of it.
 //
-// With cosine similarity the factor of every row is its prescale. In unit vectors a flushed element
+// With cosine similarity every row is multiplied by its prescale. In unit vectors a flushed element
 // is below 2^-126, and so is its term of the dot product.
 #pragma once
 
@@ -52,17 +52,18 @@ inline bool uses_amx([[maybe_unused]] const Params& params) {
 }
 
 // The limits of the prescale in the table above. The prescale is 1 / the row's largest element,
-// rounded up to a power of two, and limited to 2^-126 to 2^126. It is above AMX_HUGE for elements
-// below 2^-60, and below AMX_TINY from 2^61 on. What pack_amx_row() returns for two rows has a
-// product of at most 2^120.
-constexpr float AMX_TINY = 0x1p-60f, AMX_HUGE = 0x1p60f;
+// rounded up to a power of two, and limited to 2^-126 to 2^126. A row is multiplied by its prescale
+// if that is above AMX_MAX_UNSCALED (elements below 2^-60), and by AMX_MIN_PRESCALE if its prescale
+// is below that (elements from 2^61 on). What pack_amx_row() returns for two rows has a product of
+// at most 2^120, which convert_strip() multiplies by the score scale.
+constexpr float AMX_MIN_PRESCALE = 0x1p-60f, AMX_MAX_UNSCALED = 0x1p60f;
 
 // Writes a row [width] as bfloat16, perhaps times a power of two, with zeros after it: `to` [width
 // rounded up to AMX_DIMS]. Returns the factor by which its dot products are multiplied: with cosine
 // similarity 1 / |row as written|, or 0 where l2_normalise() returns 0; else 1 / the power of two.
 inline float pack_amx_row(const float* row, int64_t width, bool cosine, bfloat16* to) {
   auto [prescale, scaled_rnorm] = l2_norm(row, width);
-  if (!cosine && prescale <= AMX_HUGE) prescale = prescale < AMX_TINY ? AMX_TINY : 1.0f;
+  if (!cosine && prescale <= AMX_MAX_UNSCALED) prescale = prescale < AMX_MIN_PRESCALE ? AMX_MIN_PRESCALE : 1.0f;
   int64_t d = 0;
   for (; d + W <= width; d += W) *(vhalf_unaligned*)(to + d) = to_bfloat16(load(row + d) * prescale);
   for (; d < width; ++d) to[d].bits = to_bfloat16(splat(row[d] * prescale))[0];

@@ -66,10 +66,10 @@ struct ColumnShift {
                              int64_t padded_value_dim, int64_t value_dim) {
     if (zero_shift) return {key_data.exp_values + first_key * padded_value_dim, padded_value_dim};
     RowView v = values();
-    for (int64_t j = 0; j < n; ++j)
-      exp_row(v.data + j * v.stride, shift, padded_value_dim, scratch + j * padded_value_dim, [&](int64_t d) {
+    for (int64_t t = 0; t < n; ++t)
+      exp_row(v.data + t * v.stride, shift, padded_value_dim, scratch + t * padded_value_dim, [&](int64_t d) {
         if (record_large && d < value_dim)  // d >= value_dim is padding
-          large.push_back({first_key + j, d});
+          large.push_back({first_key + t, d});
       });
     return {scratch, padded_value_dim};
   }
@@ -83,7 +83,7 @@ struct ColumnShift {
     std::vector<uint8_t> visible_to_all(end - begin, 1);
     for (int64_t r = 0; r < block.n_rows; ++r)
       if (!block.fully_masked[r])
-        for (int64_t j = 0; j < end - begin; ++j) visible_to_all[j] &= uint8_t(block.sees(r, begin + j));
+        for (int64_t t = 0; t < end - begin; ++t) visible_to_all[t] &= uint8_t(block.sees(r, begin + t));
     return visible_to_all;
   }
 };

@@ -91,6 +91,7 @@ class DropoutMask {
     // lane l (dropout.py).
     alignas(64) static constexpr uint16_t order[32] = {0,  4,  8,  12, 16, 20, 24, 28, 1,  5,  9,  13, 17, 21, 25, 29,
                                                        32, 36, 40, 44, 48, 52, 56, 60, 33, 37, 41, 45, 49, 53, 57, 61};
+    static_assert(W / 2 == WORD_COUNTERS, "one call of philox() gives all numbers of a word");
     vuint64 words[4];
     philox(first_counter, row, head_index, words);
     // drop_below may be 2^16, which 16 bits do not hold; drop_below - 1 fits.

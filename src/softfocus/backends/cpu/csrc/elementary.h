@@ -107,6 +107,7 @@ __attribute__((always_inline)) inline void one_minus_exp(vfloat (&f)[N]) {
   reduce_argument(f, shifted, r);
   expm1_reduced(r, q);
   unroll<N>([&](int i) { r[i] = times_power_of_two(splat(1.0f), shifted[i]); });
+  // r is 2^n now, and e^r - 1 of the reduced argument is q: 1 - 2^n (1 + q)
   unroll<N>([&](int i) { f[i] = (1.0f - r[i]) - r[i] * q[i]; });
 }
 

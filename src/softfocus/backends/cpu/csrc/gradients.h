@@ -2,6 +2,9 @@
 // then dL/ds tile by tile. From dL/ds follow the gradients of queries, keys and bias, from A that
 // of the values. Short forms: dA for dL/dA, dS for dL/ds, and so on.
 //
+// With dropout dA_j is dO . v_j times the dropout factor. A is before dropout, except in
+// dV += A^T dO, where it is after.
+//
 // With D_i = sum_j A_ij dA_ij, the delta of FlashAttention (0 where the normaliser is not l1), o_i
 // (threshold_on), and p, u as in row_block.h:
 //     dS_j = (dA_j - D) * weight_scale * phi'(s_j)                without re-weighting
@@ -17,7 +20,7 @@
 // an exact sum this quotient may overflow. There it is set to 0, so that dA_j lacks the columns
 // with an exact sum. Their part of A_j dA_j is finite. It is kept as the exact term
 //     X_j = sum_d dO_d A_j e^(v_jd - out_d)                       over the exact sums d of the row
-// and is added to A_j dA_j wherever that product occurs. In the formulas above it does, because
+// and is added to A_j dA_j wherever that product occurs. The formulas above contain it, because
 // weight_scale is A_j / phi(s_j), and u_j^(p-1) / sum u^p is A_j / u_j:
 //     D = sum_j (A_j dA_j + X_j)
 //     dS_j = (A_j (dA_j - D) + X_j) phi'(s_j) / phi(s_j)          without re-weighting
@@ -46,7 +49,8 @@ class RowGradients {
   RowBlock<Phi> block;
 
   // The lists of live keys fill only a part of their buffers, which therefore take no huge pages.
-  // In max_row_stride W elements for each row are slack for writes past the last list.
+  // max_row_stride has W elements more than the keys of a row need: room for writes past the last
+  // list.
   explicit RowGradients(const Params& params)
       : block(params, rows_per_block(params, /*backward=*/true)),
         output(block),
@@ -60,8 +64,8 @@ class RowGradients {
         grad_weights_data(block.max_rows * block.max_row_stride, /*huge_pages=*/!params.reweighted),
         list_keys(params.reweighted ? block.max_rows * block.max_row_stride : 0, /*huge_pages=*/false),
         list_u(params.reweighted ? block.max_rows * block.max_row_stride : 0, /*huge_pages=*/false),
-        list_start(block.max_row_stride / BLOCK_K * BLOCK_Q),
-        list_length(block.max_row_stride / BLOCK_K * BLOCK_Q) {
+        list_start(block.max_padded_keys() / BLOCK_K * BLOCK_Q),
+        list_length(block.max_padded_keys() / BLOCK_K * BLOCK_Q) {
     if (params.laser) exact_terms.resize(BLOCK_Q * block.max_row_stride);
     if (params.laser && !params.reweighted) shifted_exp_panels.resize(BLOCK_K * params.value_dim);
   }
@@ -91,7 +95,7 @@ class RowGradients {
   Buffer<float> grad_out;        // [BLOCK_Q, padded_value_dim], dL/dO; with LASER dL/d(A e^(V - M))
   Buffer<float> grad_queries;    // [BLOCK_Q, padded_dim]
   Buffer<float> scaled_queries;  // [BLOCK_Q, padded_dim], c Q: for the gradients of keys
-  Buffer<float> weights;         // [BLOCK_Q, TILE_STRIDE], A of a tile; without re-weighting
+  Buffer<float> weights;         // [BLOCK_Q, TILE_STRIDE], A after dropout; without re-weighting
   Buffer<float> grad_scores;     // [BLOCK_Q, TILE_STRIDE], dL/ds of a tile
   Buffer<float> key_scratch;     // [BLOCK_K, padded_dim], for keys that cannot be read in place
   // With LASER and without re-weighting: dL/d(e^(V - M)) of a tile, [BLOCK_K, padded_value_dim],
@@ -242,36 +246,36 @@ class RowGradients {
     bool all_keys = true;  // every strip sees the whole tile
     for (int64_t strip = 0; strip < block.padded_rows() / MR; ++strip)
       all_keys &= strip_keys[strip].begin == start_k && strip_keys[strip].end == start_k + BLOCK_K;
-    for (int64_t j = 0, n_keys; j < n; j += n_keys) {
-      n_keys = j + MR <= n ? MR : 1;
+    for (int64_t t = 0, n_keys; t < n; t += n_keys) {
+      n_keys = t + MR <= n ? MR : 1;
       auto [begin_row, stop_row] =
-          all_keys ? std::pair(int64_t(0), block.padded_rows()) : rows_that_see(start_k, j, n_keys);
+          all_keys ? std::pair(int64_t(0), block.padded_rows()) : rows_that_see(start_k, t, n_keys);
       if (begin_row >= stop_row) continue;
       int64_t depth = stop_row - begin_row;
-      transposed_product(n_keys, grad_scores + begin_row * TILE_STRIDE + j, depth, scaled_queries + begin_row * width,
-                         width, to_keys + j * width, /*add=*/true);
+      transposed_product(n_keys, grad_scores + begin_row * TILE_STRIDE + t, depth, scaled_queries + begin_row * width,
+                         width, to_keys + t * width, /*add=*/true);
       if (block.params.reweighted) continue;
-      float* to = laser ? grad_shifted_exp_values + j * padded_value_dim : to_values + j * padded_value_dim;
-      transposed_product(n_keys, weights + begin_row * TILE_STRIDE + j, depth, grad_out + begin_row * padded_value_dim,
+      float* to = laser ? grad_shifted_exp_values + t * padded_value_dim : to_values + t * padded_value_dim;
+      transposed_product(n_keys, weights + begin_row * TILE_STRIDE + t, depth, grad_out + begin_row * padded_value_dim,
                          padded_value_dim, to, /*add=*/!laser);
-      if (laser) add_shifted_exp_gradients(j, n_keys, shifted_exp_values, to_values);
+      if (laser) add_shifted_exp_gradients(t, n_keys, shifted_exp_values, to_values);
     }
   }
 
-  // From the first to the last strip that sees one of the n_keys keys of a tile from its j-th on.
+  // From the first to the last strip that sees one of the n_keys keys of a tile from its t-th on.
   // dS and A of a strip in between that sees none are 0.
-  std::pair<int64_t, int64_t> rows_that_see(int64_t start_k, int64_t j, int64_t n_keys) const {
+  std::pair<int64_t, int64_t> rows_that_see(int64_t start_k, int64_t t, int64_t n_keys) const {
     int64_t begin_row = BLOCK_Q, stop_row = 0;
     for (int64_t r = 0; r < block.n_rows; r += MR)
-      if (strip_keys[r / MR].begin < start_k + j + n_keys && strip_keys[r / MR].end > start_k + j)
+      if (strip_keys[r / MR].begin < start_k + t + n_keys && strip_keys[r / MR].end > start_k + t)
         begin_row = std::min(begin_row, r), stop_row = r + MR;
     return {begin_row, stop_row};
   }
 
-  // dV += dL/d(e^(V - M)) * e^(V - M) for the n_keys keys of a tile from its j-th on
-  void add_shifted_exp_gradients(int64_t j, int64_t n_keys, RowView shifted_exp_values, float* to_values) {
+  // dV += dL/d(e^(V - M)) * e^(V - M) for the n_keys keys of a tile from its t-th on
+  void add_shifted_exp_gradients(int64_t t, int64_t n_keys, RowView shifted_exp_values, float* to_values) {
     int64_t width = block.padded_value_dim;
-    for (int64_t i = j; i < j + n_keys; ++i)
+    for (int64_t i = t; i < t + n_keys; ++i)
       for (int64_t d = 0; d < width; d += W) {
         float* target = to_values + i * width + d;
         store(target, load(target) + load(grad_shifted_exp_values + i * width + d) *
@@ -292,8 +296,8 @@ class RowGradients {
   void add_bias_gradient(int64_t start_k, int64_t n, const TensorView& grad_bias) {
     for (int64_t r = 0; r < block.n_rows; ++r) {
       float* row = const_cast<float*>(row_pointer(grad_bias, block.batch_index, block.query_head, block.start_q + r));
-      for (int64_t j = 0; j < n; ++j)
-        row[(block.key_begin + start_k + j) * grad_bias.stride[3]] += grad_scores[r * TILE_STRIDE + j];
+      for (int64_t t = 0; t < n; ++t)
+        row[(block.key_begin + start_k + t) * grad_bias.stride[3]] += grad_scores[r * TILE_STRIDE + t];
     }
   }
 

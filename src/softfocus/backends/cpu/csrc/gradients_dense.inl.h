@@ -77,9 +77,9 @@ inline void RowGradients<Phi>::pack_shifted_exp_values(int64_t start_k) {
   int64_t n = std::min(BLOCK_K, block.params.key_length - block.key_begin - start_k);
   Buffer<float>& scratch = output.column_shift.scratch;  // the buffer that v points into
   std::fill(scratch + n * v.stride, scratch + BLOCK_K * v.stride, 0.0f);
-  for (int64_t j = 0; j < BLOCK_K; j += W)
-    transpose_rows(v.data + j * v.stride, v.stride, value_dim,
-                   shifted_exp_panels + j / PANEL * PANEL * value_dim + j % PANEL);
+  for (int64_t t = 0; t < BLOCK_K; t += W)
+    transpose_rows(v.data + t * v.stride, v.stride, value_dim,
+                   shifted_exp_panels + t / PANEL * PANEL * value_dim + t % PANEL);
 }
 
 // Sets row r of a scratch tile `to` [BLOCK_Q, TILE_STRIDE] to 0, unless all of it will be written.

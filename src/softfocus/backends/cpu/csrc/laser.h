@@ -10,8 +10,8 @@
 
 namespace softfocus {
 
-// M is 0 if every column's maximum is within this of 0: e^-20 and e^20 are far from underflow and
-// overflow. Otherwise M is the maximum of each column (column_shift.h).
+// How far from 0 the maxima of columns may be with M = 0: e^-20 and e^20 are far from underflow and
+// overflow. column_shift.h chooses M.
 constexpr float SHIFT_TOLERANCE = 20.0f;
 // A value above M + 30 is large: rows that give it weight take the exact sum, and so do sums below
 // SMALL_SUM. docs/kernels-cpu.md derives both limits.

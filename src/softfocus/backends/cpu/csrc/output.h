@@ -10,9 +10,10 @@ namespace softfocus {
 template <typename Phi>
 class BlockOutput {
  public:
-  Buffer<float> out;                 // [BLOCK_Q, padded_value_dim]
-  float inverse_power_sum[BLOCK_Q];  // 1 / sum u^p of re-weighted rows; sums of tiles in float
-  bool zero_weights[BLOCK_Q];        // rows fully masked or without weights; with the l1 norm only
+  Buffer<float> out;  // [BLOCK_Q, padded_value_dim]
+  // 1 / sum u^p of re-weighted rows; a tile is summed in float, the tiles in double
+  float inverse_power_sum[BLOCK_Q];
+  bool zero_weights[BLOCK_Q];  // rows fully masked or without weights; with the l1 norm only
   ColumnShift column_shift;
 
   explicit BlockOutput(const RowBlock<Phi>& block)
@@ -186,8 +187,8 @@ class BlockOutput {
     const float* stored = block.tile_row(r, start_k) + keys.begin;
     vfloat scale = splat(block.reads_stored_as_weights(r) ? 1.0f : block.weight_scale[r]);
     block.with_row_phi(r, [&](auto phi) {
-      for (int64_t j = 0; j < keys.end - keys.begin; j += W)
-        store(row_weights + j, phi.value(load(stored + j)) * scale);
+      for (int64_t t = 0; t < keys.end - keys.begin; t += W)
+        store(row_weights + t, phi.value(load(stored + t)) * scale);
     });
     if (block.params.drop_below) block.apply_dropout(r, keys, row_weights);
   }

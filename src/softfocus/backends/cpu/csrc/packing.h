@@ -26,7 +26,8 @@ struct KeyHeadData {
   // Where uses_amx(), in place of key_panels: [Lk / 16, D / 32, 16 pairs of dimensions, 16 keys,
   // 2], D rounded up to 32. A non-finite key is 0.
   Buffer<bfloat16> amx_keys;
-  Buffer<float> key_factor;  // [Lk], with amx_keys: what pack_amx_row() returned for a key
+  // [Lk], with amx_keys: what pack_amx_row() returned for a key, a factor of its dot products
+  Buffer<float> key_dot_factor;
   // [Lk]; with cosine similarity 1 / |k|, or 0 for a key whose elements are all 0 or subnormal.
   // Without it 1. A non-finite key has 0 in both cases
   Buffer<float> key_rnorm;
@@ -65,7 +66,7 @@ struct KeyHeadData {
     packed = true;
     if (uses_amx(params)) {
       amx_keys.resize(length * round_up(params.head_dim, AMX_DIMS));
-      key_factor.resize(length);
+      key_dot_factor.resize(length);
     } else {
       key_panels.resize(length * params.head_dim);
     }
@@ -90,15 +91,15 @@ inline void transpose_rows(const float* rows, int64_t row_stride, int64_t width,
   }
 }
 
-// Packs the keys [start, stop) of a head into its panels, or amx_keys, and sets their key_factor,
-// key_rnorm and key_nonfinite. A non-finite key becomes 0, and so do the keys that fill the last
-// panel. `start` is a multiple of BLOCK_K.
+// Packs the keys [start, stop) of a head into its panels, or amx_keys, and sets their
+// key_dot_factor, key_rnorm and key_nonfinite. A non-finite key becomes 0, and so do the keys that
+// fill the last panel. `start` is a multiple of BLOCK_K.
 inline void pack_keys(const Params& params, KeyHeadData& key_data, int64_t b, int64_t key_head, int64_t start,
                       int64_t stop) {
   int64_t width = params.head_dim, amx_width = round_up(width, AMX_DIMS);
   bool amx = uses_amx(params);
   Buffer<float> rows(W * width);                       // [W, D]
-  Buffer<bfloat16> amx_rows(amx ? W * amx_width : 0);  // [W, D in whole tiles]
+  Buffer<bfloat16> amx_rows(amx ? W * amx_width : 0);  // [W, amx_width]
   for (int64_t first = start; first < round_up(stop, PANEL); first += W) {
     for (int64_t j = 0; j < W; ++j) {
       int64_t key = first + j;
@@ -114,7 +115,7 @@ inline void pack_keys(const Params& params, KeyHeadData& key_data, int64_t b, in
         key_data.key_rnorm[key] = 0.0f;
         std::fill(row, row + width, 0.0f);
       }
-      if (amx) key_data.key_factor[key] = pack_amx_row(row, width, params.cosine, amx_rows + j * amx_width);
+      if (amx) key_data.key_dot_factor[key] = pack_amx_row(row, width, params.cosine, amx_rows + j * amx_width);
       if (params.cosine && key < stop && !key_data.key_nonfinite[key])
         key_data.key_rnorm[key] = l2_normalise(row, width);
     }

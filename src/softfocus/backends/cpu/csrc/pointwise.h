@@ -31,7 +31,8 @@ struct Pointwise {
   static constexpr bool has_zeros = false;
   // to_stored() and log_value() give the same for the stored form as for s: LASER needs no s again
   static constexpr bool stored_stands_for_score = false;
-  static constexpr float stored_masked = 0.0f;  // stored for a key that the row does not see
+  // Stored for a key that the row does not see: its value and its derivative must be exactly 0
+  static constexpr float stored_masked = 0.0f;
   static vfloat to_stored(vfloat s) { return s; }
   static vfloat value(vfloat stored) { return stored; }
   // For a phi with an exponential tail. Every other phi defines its own.

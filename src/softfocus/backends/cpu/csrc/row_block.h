@@ -117,11 +117,12 @@ class RowBlock : public BlockVisibility {
   Buffer<float> stored;                        // [tiles, max_rows, BLOCK_K], stored form of scores
   // [BLOCK_Q, padded_dim]; unit vectors for cosine similarity. A non-finite query is 0 as a whole.
   Buffer<float> queries;
-  // Where uses_amx(): [BLOCK_Q, D in whole tiles]; 0 for non-finite queries and after the last row
+  // Where uses_amx(): [BLOCK_Q, D rounded up to AMX_DIMS]; 0 for non-finite queries and after the
+  // last row
   Buffer<bfloat16> amx_queries;
   float base_scale[BLOCK_Q];  // c_i without the head scale
-  // c_i; multiplies the dot products, not the query, which would round once more (for key gradients
-  // it does: RowGradients::scaled_queries)
+  // c_i; multiplies the dot products, not the query, which would round once more. Only
+  // RowGradients::scaled_queries is multiplied by it
   float score_scale[BLOCK_Q];
   float dot_scale[BLOCK_Q];    // score_scale; where uses_amx(), times what pack_amx_row() returned
   float row_bias[BLOCK_Q];     // b_i
@@ -134,12 +135,14 @@ class RowBlock : public BlockVisibility {
   // 1 / norm, or the normaliser's row_factor; 0 in rows that are fully masked or without weights,
   // NaN in non-finite rows with the l1 norm
   float weight_scale[BLOCK_Q];
+  // Without re-weighting threshold is 0, and inverse_spread and power are 1; but inverse_spread is
+  // 0 in a row without weights
   float threshold[BLOCK_Q];       // o_i times the row mean
   float inverse_spread[BLOCK_Q];  // 1 / (largest phi - threshold)
   float live_threshold[BLOCK_Q];  // keys with a larger u are live
   float power[BLOCK_Q] = {};      // p; read for rows after n_rows, too, but then not used
-  // o_i of re-weighted rows: 1; 0 in rows with N_i <= 3, and in those that are tied, non-finite,
-  // fully masked or without weights. Else 0
+  // o_i: 1 in re-weighted rows; 0 in rows without re-weighting, with N_i <= 3, tied, non-finite,
+  // fully masked or without weights
   float threshold_on[BLOCK_Q];
   bool query_nonfinite[BLOCK_Q];
   bool exp_tail[BLOCK_Q];  // rows of a phi with an exponential tail that store e^(s - m)

@@ -27,6 +27,7 @@ inline void RowBlock<Phi>::compute_log_u(int64_t r, float* row_log_u) {
   compute_scores(r, r + 1, /*keep_scores=*/true);
   norm[r] = kept_norm, maximum[r] = kept_maximum;
   each_vector(from_score);
+  // Sets the same norm and log_norm again: the row is finite and has weights (each_exact_sum())
   if (stores_shifted_exp(r)) return exponentiate_row(r);
   each_tile([&](int64_t start_k) {
     KeyRange strip_keys = strip_range(r, start_k);

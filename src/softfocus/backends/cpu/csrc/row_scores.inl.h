@@ -7,7 +7,7 @@
 namespace softfocus {
 
 // Reads the rows' queries. Sets the constants of their scores that depend on the query and on N_i
-// alone: s = dot product * dot_scale + row_bias + b_ij, on AMX also times the key's key_factor.
+// alone: s = dot product * dot_scale + row_bias + b_ij, on AMX also times the key's key_dot_factor.
 template <typename Phi>
 inline void RowBlock<Phi>::read_queries() {
   int64_t amx_width = round_up(params.head_dim, AMX_DIMS);
@@ -38,7 +38,8 @@ inline void RowBlock<Phi>::read_queries() {
 }
 
 // Computes stored scores, norm and maximum of the rows [first_row, stop_row): all rows of the
-// block, or one row. With `keep_scores`, and where maximum_first, it stores s itself: norm is 0.
+// block, or one row. With `keep_scores`, and where maximum_first, it stores s itself and sums
+// nothing: norm is 0 until exponentiate_row() or the caller sets it.
 template <typename Phi>
 inline void RowBlock<Phi>::compute_scores(int64_t first_row, int64_t stop_row, bool keep_scores) {
   DoubleSum totals[BLOCK_Q];
@@ -129,9 +130,9 @@ inline void RowBlock<Phi>::strip_dots(int64_t r, int64_t start_k, KeyRange strip
 
 // The same on AMX for the rows [first_row, stop_row), 16 at a time. The keys are those that one of
 // the 16 sees. A row therefore also gets dot products outside its strip's range, which are not
-// used. The factors of query and key (dot_scale, key_factor) are applied later, by convert_strip()
-// and convert_row(). A row's dot products do not depend on the rows beside it: a row that is
-// computed alone gets the same ones.
+// used. The factors of query and key (dot_scale, key_dot_factor) are applied later, by
+// convert_strip() and convert_row(). A row's dot products do not depend on the rows beside it: a
+// row that is computed alone gets the same ones.
 template <typename Phi>
 inline void RowBlock<Phi>::amx_tile_dots([[maybe_unused]] int64_t first_row, [[maybe_unused]] int64_t stop_row,
                                          [[maybe_unused]] int64_t start_k) {
@@ -200,7 +201,7 @@ inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange ra
   for (int64_t j = range.begin; j < range.end; j += W) {
     vfloat x[MR];
     if (amx) {
-      vfloat factors = load(key_data->key_factor + key_begin + j);
+      vfloat factors = load(key_data->key_dot_factor + key_begin + j);
       unroll<MR>([&](int i) { x[i] = load(row + i * BLOCK_K + j) * (factors * dot_scale[r + i]) + row_bias[r + i]; });
     } else {
       unroll<MR>([&](int i) { x[i] = load(row + i * BLOCK_K + j) * dot_scale[r + i] + row_bias[r + i]; });
@@ -225,7 +226,7 @@ inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange rang
   vfloat nan = splat(std::numeric_limits<float>::quiet_NaN());
   for (int64_t j = range.begin; j < range.end; j += W) {
     vfloat scale = splat(dot_scale[r]);
-    if (amx) scale *= load(key_data->key_factor + key_begin + j);
+    if (amx) scale *= load(key_data->key_dot_factor + key_begin + j);
     vfloat s = load(row + j) * scale + row_bias[r];
     if (params.bias.data) s += load_bias(r, j);
     if (query_nonfinite[r]) s = nan;

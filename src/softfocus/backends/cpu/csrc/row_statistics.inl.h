@@ -63,8 +63,8 @@ inline void RowBlock<Phi>::set_reweighting(int64_t r) {
   inverse_spread[r] = 1.0f / (largest_phi - threshold[r]);
   power[r] = params.head_power ? params.head_power[query_head] : float(params.power);
   // Drops keys whose p u^(p-1), the factor of their gradients, is at most eps/2 and adds up to at
-  // most p^2 eps/2 over N keys: about what rounding u by eps/2 changes at u = 1. LASER drops none
-  // with u > 0: e^(V - M) may be large.
+  // most p^2 eps/2 over N keys: about as much as rounding u by eps/2 changes p u^(p-1) at u = 1.
+  // LASER drops none with u > 0: e^(V - M) may be large.
   float p = power[r];
   if (p > 1.0f && !params.laser) {
     // The largest u^(p-1) that is left out

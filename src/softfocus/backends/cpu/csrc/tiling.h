@@ -8,8 +8,9 @@
 // One loop keeps [MR, PANEL] sums in registers. W floats are a vector (vector.h); ranges of keys
 // are whole vectors.
 //
-// start_k and j are offsets from the block's key_begin. first_key, stop_key, key and start_q are
-// indices into the tensor. Keys in a list of live keys are counted from their tile's first.
+// start_k and j are offsets from the block's key_begin; t counts the keys of a tile, or of a range,
+// from its first. first_key, stop_key, key and start_q are indices into the tensor. Keys in a list
+// of live keys are counted from their tile's first.
 #pragma once
 
 #include "vector.h"
@@ -24,11 +25,13 @@ constexpr int64_t PANEL = PANEL_VECTORS * W;  // keys of a panel [D, PANEL]
 // The most query rows of a block. 64 rows were slower: keys, values and their gradients are then
 // read twice as often. More rows would need more memory for scores.
 constexpr int64_t BLOCK_Q = 128;
-// Keys of a tile: with 64 floats each a first-level cache of 32 KiB. 64 and 256 were as fast.
+// Keys of a tile. With 64 floats each they fill a first-level cache of 32 KiB. 64 and 256 were as
+// fast.
 constexpr int64_t BLOCK_K = 128;
 // Floats from one row of a scratch tile to the next. The backward also reads such a tile by columns
-// (transposed_product()). With a power of two a column would map to a few cache sets. Stored scores
-// may have one (RowBlock::tile_row()): they are read by rows only, at most MR at a time.
+// (transposed_product()). With a power of two a column would map to a few cache sets. The stride of
+// stored scores (RowBlock::tile_row()) may be a power of two: they are read by rows only, at most
+// MR at a time.
 constexpr int64_t TILE_STRIDE = BLOCK_K + W;
 // Calls of at most this many queries do not pack the keys. Their rows fit one strip, so that each
 // query head reads every key once. One query was measured; the limit itself was not.

@@ -75,6 +75,7 @@ class BlockVisibility {
   int64_t max_row_stride = 0;                          // the largest row_stride of a block
   int64_t window_begin[BLOCK_Q], window_end[BLOCK_Q];  // the keys that the window lets each row see
   float count[BLOCK_Q];                                // N_i
+  // N_i = 0; true for the rows from n_rows to padded_rows(), too, which every pass skips by it
   bool fully_masked[BLOCK_Q];
 
   BlockVisibility(const Params& call, int64_t most_rows) : params(call), masks_given(has_masks(params)) {
@@ -85,7 +86,7 @@ class BlockVisibility {
     max_row_stride = round_up(span + BLOCK_K - 1, BLOCK_K) + W;
     max_rows = std::min(most_rows, round_up(params.query_length, MR));
     if (masks_given) visible.resize(max_rows * max_row_stride);
-    tile_masks.resize(max_row_stride / BLOCK_K);
+    tile_masks.resize(max_padded_keys() / BLOCK_K);
   }
 
   // Moves to the rows of query head h from first_q on.
@@ -194,7 +195,7 @@ class BlockVisibility {
         int64_t begin = std::clamp<int64_t>(window_begin[r] - key_begin - start_k, 0, BLOCK_K),
                 end = std::clamp<int64_t>(window_end[r] - key_begin - start_k, 0, BLOCK_K);
         int64_t n_seen = 0;
-        for (int64_t j = begin; j < end; ++j) n_seen += row[j];
+        for (int64_t t = begin; t < end; ++t) n_seen += row[t];
         any |= n_seen > 0;
         all &= n_seen == end - begin;
       }

@@ -20,15 +20,14 @@ The other kernels load them for each tile. In key_gradients the tile is [BLOCK_K
 vector is broadcast over the keys, and takes as many registers of a thread as one row of the tile.
 ``load_row_vectors`` therefore loads only the vectors that the algebra needs.
 """
-MEAN_GRAD, PRODUCT_SCALE, ROW_BIAS, SHIFT, THRESHOLD, INVERSE_SPREAD, WEIGHT_FACTOR, GRAD_FACTOR, DELTA = (
+MEAN_GRAD, PRODUCT_SCALE, ROW_BIAS, SHIFT, THRESHOLD, INVERSE_SPREAD, WEIGHT_FACTOR, GRAD_FACTOR_OVER_UNIT, DELTA = (
     tl.constexpr(n) for n in range(9)
 )
 """Indices of the row vectors. PRODUCT_SCALE is c_i, with cosine times the mantissa of 1 / |q_i|.
 ROW_BIAS is the row bias. Both are in the score unit. SHIFT to DELTA are the fields of GradientRow,
-except that GRAD_FACTOR is divided by the score unit, and that THRESHOLD is ``zero_grad_above``
-without re-weighting. In LASER's marked rows all are 0 but PRODUCT_SCALE, ROW_BIAS and SHIFT. In
-key_gradients only EXACT loads the marks: in the other variant these rows add nothing, and no load
-waits for their marks.
+``grad_factor`` over the score unit. Without re-weighting THRESHOLD is ``zero_grad_above``. In
+LASER's marked rows all are 0 but PRODUCT_SCALE, ROW_BIAS and SHIFT. In key_gradients only EXACT
+loads the marks: in the other variant these rows add nothing, and no load waits for their marks.
 """
 EXACT_MEAN_GRAD, EXACT_DELTA = tl.constexpr(9), tl.constexpr(10)
 """MEAN_GRAD and DELTA of the marked rows."""
@@ -95,32 +94,32 @@ def load_row_vectors(row_vectors, algebra, b, h, q_offsets, active, EXACT: tl.co
     zeros = tl.zeros(q_offsets.shape, tl.float32)
     mean_grad, row_bias, shift, delta = zeros, zeros, zeros, zeros
     threshold, zero_grad_above, inverse_spread = zeros, zeros, zeros
-    product_scale = loading.load_row_vector(row_vectors, b, h, q_offsets, PRODUCT_SCALE, active, 0.0)
+    product_scale = loading.load_vector(row_vectors, b, h, q_offsets, PRODUCT_SCALE, active, 0.0)
     if algebra.score_bias != "0":
-        row_bias = loading.load_row_vector(row_vectors, b, h, q_offsets, ROW_BIAS, active, 0.0)
+        row_bias = loading.load_vector(row_vectors, b, h, q_offsets, ROW_BIAS, active, 0.0)
     if EXACT:  # ``laser.gradients_of_marked`` includes all factors of the row
         weight_factor, grad_factor = zeros, tl.where(active, 1.0 / algebra.phi.score_unit, 0.0)
         if algebra.reweighted:
-            mean_grad = loading.load_row_vector(row_vectors, b, h, q_offsets, EXACT_MEAN_GRAD, active, 0.0)
+            mean_grad = loading.load_vector(row_vectors, b, h, q_offsets, EXACT_MEAN_GRAD, active, 0.0)
         if algebra.normaliser == "l1":
-            delta = loading.load_row_vector(row_vectors, b, h, q_offsets, EXACT_DELTA, active, 0.0)
+            delta = loading.load_vector(row_vectors, b, h, q_offsets, EXACT_DELTA, active, 0.0)
     else:
-        weight_factor = loading.load_row_vector(row_vectors, b, h, q_offsets, WEIGHT_FACTOR, active, 0.0)
-        grad_factor = loading.load_row_vector(row_vectors, b, h, q_offsets, GRAD_FACTOR, active, 0.0)
+        weight_factor = loading.load_vector(row_vectors, b, h, q_offsets, WEIGHT_FACTOR, active, 0.0)
+        grad_factor = loading.load_vector(row_vectors, b, h, q_offsets, GRAD_FACTOR_OVER_UNIT, active, 0.0)
         if algebra.shifted:
             # In key_gradients rows past the end must add nothing. The infinite shift makes their f
             # 0, also with ``shift_holds_norm``, where weight_factor is not applied. bias_gradients
             # masks rows that are not active
             inactive_shift: tl.constexpr = float("inf") if algebra.phi.zero_at_infinite_shift else 0.0
-            shift = loading.load_row_vector(row_vectors, b, h, q_offsets, SHIFT, active, inactive_shift)
+            shift = loading.load_vector(row_vectors, b, h, q_offsets, SHIFT, active, inactive_shift)
         if algebra.reweighted:
-            mean_grad = loading.load_row_vector(row_vectors, b, h, q_offsets, MEAN_GRAD, active, 0.0)
-            inverse_spread = loading.load_row_vector(row_vectors, b, h, q_offsets, INVERSE_SPREAD, active, 0.0)
-            threshold = loading.load_row_vector(row_vectors, b, h, q_offsets, THRESHOLD, active, 0.0)
+            mean_grad = loading.load_vector(row_vectors, b, h, q_offsets, MEAN_GRAD, active, 0.0)
+            inverse_spread = loading.load_vector(row_vectors, b, h, q_offsets, INVERSE_SPREAD, active, 0.0)
+            threshold = loading.load_vector(row_vectors, b, h, q_offsets, THRESHOLD, active, 0.0)
         elif algebra.phi.has_zeros and algebra.normaliser == "l1":
-            zero_grad_above = loading.load_row_vector(row_vectors, b, h, q_offsets, THRESHOLD, active, 0.0)
+            zero_grad_above = loading.load_vector(row_vectors, b, h, q_offsets, THRESHOLD, active, 0.0)
         if algebra.normaliser == "l1":
-            delta = loading.load_row_vector(row_vectors, b, h, q_offsets, DELTA, active, 0.0)
+            delta = loading.load_vector(row_vectors, b, h, q_offsets, DELTA, active, 0.0)
     row = weighting.GradientRow(shift, threshold, zero_grad_above, inverse_spread, weight_factor, grad_factor, delta)
     return mean_grad, product_scale, row_bias, row
 
@@ -137,23 +136,23 @@ def store_row_vectors(
     threshold = row.threshold if algebra.reweighted else row.zero_grad_above
     inverse_spread, weight_factor, delta = row.inverse_spread, row.weight_factor, row.delta
     if EXACT:
-        loading.store_row_vector(row_vectors, b, h, q_offsets, EXACT_MEAN_GRAD, mean_grad, mask)
-        loading.store_row_vector(row_vectors, b, h, q_offsets, EXACT_DELTA, delta, mask)
+        loading.store_vector(row_vectors, b, h, q_offsets, EXACT_MEAN_GRAD, mean_grad, mask)
+        loading.store_vector(row_vectors, b, h, q_offsets, EXACT_DELTA, delta, mask)
     else:
         if algebra.laser:
             mean_grad, threshold = tl.where(active, mean_grad, 0.0), tl.where(active, threshold, 0.0)
             inverse_spread = tl.where(active, inverse_spread, 0.0)
             weight_factor, grad_factor = tl.where(active, weight_factor, 0.0), tl.where(active, grad_factor, 0.0)
             delta = tl.where(active, delta, 0.0)
-        loading.store_row_vector(row_vectors, b, h, q_offsets, MEAN_GRAD, mean_grad, mask)
-        loading.store_row_vector(row_vectors, b, h, q_offsets, PRODUCT_SCALE, product_scale, mask)
-        loading.store_row_vector(row_vectors, b, h, q_offsets, ROW_BIAS, row_bias, mask)
-        loading.store_row_vector(row_vectors, b, h, q_offsets, SHIFT, row.shift, mask)
-        loading.store_row_vector(row_vectors, b, h, q_offsets, THRESHOLD, threshold, mask)
-        loading.store_row_vector(row_vectors, b, h, q_offsets, INVERSE_SPREAD, inverse_spread, mask)
-        loading.store_row_vector(row_vectors, b, h, q_offsets, WEIGHT_FACTOR, weight_factor, mask)
-        loading.store_row_vector(row_vectors, b, h, q_offsets, GRAD_FACTOR, grad_factor, mask)
-        loading.store_row_vector(row_vectors, b, h, q_offsets, DELTA, delta, mask)
+        loading.store_vector(row_vectors, b, h, q_offsets, MEAN_GRAD, mean_grad, mask)
+        loading.store_vector(row_vectors, b, h, q_offsets, PRODUCT_SCALE, product_scale, mask)
+        loading.store_vector(row_vectors, b, h, q_offsets, ROW_BIAS, row_bias, mask)
+        loading.store_vector(row_vectors, b, h, q_offsets, SHIFT, row.shift, mask)
+        loading.store_vector(row_vectors, b, h, q_offsets, THRESHOLD, threshold, mask)
+        loading.store_vector(row_vectors, b, h, q_offsets, INVERSE_SPREAD, inverse_spread, mask)
+        loading.store_vector(row_vectors, b, h, q_offsets, WEIGHT_FACTOR, weight_factor, mask)
+        loading.store_vector(row_vectors, b, h, q_offsets, GRAD_FACTOR_OVER_UNIT, grad_factor, mask)
+        loading.store_vector(row_vectors, b, h, q_offsets, DELTA, delta, mask)
 
 
 @triton.jit

@@ -73,6 +73,7 @@ def bias_gradients(
                 if not ALL_KEYS:  # with ALL_KEYS all tiles, else only this program's tile
                     start = tl.maximum(start, bias_k_block)
                     stop = tl.minimum(stop, bias_k_block + 1)
+                # It reads no lists of tiles: under a mask it visits all tiles of the window
                 for k_block in range(start, stop):
                     k_offsets = k_block * blocks.BLOCK_K + k_range  # [BLOCK_K]
                     # key [BLOCK_K, BLOCK_D], key_rnorm [BLOCK_K], value [BLOCK_K, BLOCK_DV]
@@ -104,7 +105,7 @@ def bias_gradients(
                         _weights, grad_u, derivative, _u = weighting.weights_and_gradients(
                             s, grad_weights, weighting.expanded(row, KEY_AXIS=1), inputs, algebra, h
                         )
-                    # The row vector GRAD_FACTOR is divided by the score unit; dL/d(bias) is not
+                    # row.grad_factor is divided by the score unit; dL/d(bias) is not
                     total += tl.where(
                         visible & active[:, None],
                         (grad_u - mean_grad[:, None]) * derivative * row.grad_factor[:, None] * algebra.phi.score_unit,

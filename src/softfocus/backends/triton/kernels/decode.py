@@ -103,7 +103,7 @@ def _score_pointers(scores, inputs, k_offsets, end_key, ROWS: tl.constexpr):
 
 @triton.jit
 def _initial_statistics(ROWS_STORED: tl.constexpr):
-    """The statistics of rows before the first tile: row_max, smallest_scaled_dot, shift, phi_sum,
+    """The statistics of rows before the first tile: row_max, smallest_scaled_dot, shift, f_sum,
     each [ROWS_STORED].
     """
     zeros = tl.zeros([ROWS_STORED], tl.float32)
@@ -117,7 +117,7 @@ def _merged_statistics(algebra, split_stats, splits, ROWS_STORED: tl.constexpr):
     Unlike those of tiles, the sums of splits are added without TwoSum: there are at most some 300
     splits (``call._programs``), and 300 2^-25 is below TIE_TOLERANCE (``forward.two_sum``).
     """
-    row_max, _smallest_scaled_dot, shift, phi_sum = _initial_statistics(ROWS_STORED)
+    row_max, _smallest_scaled_dot, shift, f_sum = _initial_statistics(ROWS_STORED)
     rows = tl.arange(0, ROWS_STORED)
     for split in tl.range(splits, loop_unroll_factor=LOADED_AT_ONCE):
         split_max = tl.load(_stat_pointer(split_stats, STAT_MAX, splits, split, ROWS_STORED) + rows)
@@ -126,10 +126,10 @@ def _merged_statistics(algebra, split_stats, splits, ROWS_STORED: tl.constexpr):
         if algebra.shifted:
             before = shift
             shift = row_shift(row_max, algebra)
-            phi_sum = phi_sum * tl.exp2(tl.minimum(before - shift, 0.0))
+            f_sum = f_sum * tl.exp2(tl.minimum(before - shift, 0.0))
             split_phi_sum = split_phi_sum * tl.exp2(tl.minimum(row_shift(split_max, algebra) - shift, 0.0))
-        phi_sum += split_phi_sum
-    return row_max, shift, phi_sum
+        f_sum += split_phi_sum
+    return row_max, shift, f_sum
 
 
 @triton.jit
@@ -151,8 +151,8 @@ def statistics(
     if algebra.cosine:
         query_rnorm = loading.load_column(inputs.query_rnorm, b, row_heads, q_offsets, inputs.query_length)
         scale = scale * norms.mantissa_of(query_rnorm)
-    row_max, smallest_scaled_dot, shift, phi_sum = _initial_statistics(ROWS_STORED)
-    phi_error = phi_sum  # 0: what additions to phi_sum have rounded off so far (``forward.two_sum``)
+    row_max, smallest_scaled_dot, shift, f_sum = _initial_statistics(ROWS_STORED)
+    f_sum_error = f_sum  # 0: what additions to f_sum have rounded off so far (``forward.two_sum``)
     end_key = stop_tile * blocks.BLOCK_K
     for first_key in range(first_tile * blocks.BLOCK_K, end_key, SCORES_AT_ONCE // ROWS_STORED):
         k_offsets = first_key + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
@@ -165,15 +165,15 @@ def statistics(
             scale[:, None], key_rnorm, row_bias[:, None], IS_PARTIAL=True,
         )  # fmt: skip
         s, scaled_dots = tl.where(mask, s, float("-inf")), tl.where(mask, scaled_dots, 0.0)
-        _f, row_max, smallest_scaled_dot, shift, phi_sum, phi_error, _rescale = forward.online_statistics(
-            s, scaled_dots, row_max, smallest_scaled_dot, shift, phi_sum, phi_error, algebra
+        _f, row_max, smallest_scaled_dot, shift, f_sum, f_sum_error, _rescale = forward.online_statistics(
+            s, scaled_dots, row_max, smallest_scaled_dot, shift, f_sum, f_sum_error, algebra
         )
         tl.store(pointers, s, mask=mask)
     rows = tl.arange(0, ROWS_STORED)
     tl.store(_stat_pointer(split_stats, STAT_MAX, splits, split, ROWS_STORED) + rows, row_max)
     phi_sum_pointers = _stat_pointer(split_stats, STAT_PHI_SUM, splits, split, ROWS_STORED) + rows
-    phi_sum = forward.compensated(phi_sum, phi_error)
-    tl.store(phi_sum_pointers, forward.nan_if_infinite(phi_sum, row_max, smallest_scaled_dot))
+    f_sum = forward.compensated(f_sum, f_sum_error)
+    tl.store(phi_sum_pointers, forward.nan_if_infinite(f_sum, row_max, smallest_scaled_dot))
     if not algebra.reweighted:
         tl.debug_barrier()
         for first_key in range(first_tile * blocks.BLOCK_K, end_key, SCORES_AT_ONCE // ROWS_STORED):
@@ -200,9 +200,9 @@ def weights(
     first_tile, stop_tile = _split_tiles(inputs, masks, b, blocks)
     # row_heads, q_offsets, and all vectors from count to power_sum [ROWS_STORED]
     count = masking.visible_count(masks, inputs, b, row_heads, q_offsets)
-    row_max, shift, phi_sum = _merged_statistics(algebra, split_stats, splits, ROWS_STORED)
-    largest_phi = algebra.phi.value(row_max, shift, algebra)
-    threshold, inverse_spread, tied, _peak = weighting.row_threshold(algebra, count, phi_sum, largest_phi)
+    row_max, shift, f_sum = _merged_statistics(algebra, split_stats, splits, ROWS_STORED)
+    largest_f = algebra.phi.value(row_max, shift, algebra)
+    threshold, inverse_spread, tied, _peak = weighting.row_threshold(algebra, count, f_sum, largest_f)
     negligible = _negligible(inputs, algebra, count, tied, row_heads)
     power_sum = tl.zeros([ROWS_STORED], tl.float32)
     end_key = stop_tile * blocks.BLOCK_K
@@ -370,7 +370,7 @@ def combine(inputs, algebra, masks, split_stats, split_accs, splits, outputs, RO
     # All vectors of this kernel are [ROWS_STORED]
     b, _h, row_heads, q_offsets = _query_rows(inputs, ROWS_STORED)
     count = masking.visible_count(masks, inputs, b, row_heads, q_offsets)
-    row_max, shift, phi_sum = _merged_statistics(algebra, split_stats, splits, ROWS_STORED)
+    row_max, shift, f_sum = _merged_statistics(algebra, split_stats, splits, ROWS_STORED)
     rows = tl.arange(0, ROWS_STORED)
     power_sum = tl.zeros([ROWS_STORED], tl.float32)
     acc = tl.zeros([ROWS_STORED, blocks.BLOCK_DV], tl.float32)
@@ -388,13 +388,13 @@ def combine(inputs, algebra, masks, split_stats, split_accs, splits, outputs, RO
             marks = tl.load(_stat_pointer(split_stats, STAT_MARK, splits, split, ROWS_STORED) + rows)
             needs_exact = needs_exact | (marks > 0.0)
         acc += split_acc
-    peak = tl.zeros_like(phi_sum)
+    peak = tl.zeros_like(f_sum)
     if algebra.reweighted:
-        largest_phi = algebra.phi.value(row_max, shift, algebra)
-        _threshold, _inverse_spread, _tied, peak = weighting.row_threshold(algebra, count, phi_sum, largest_phi)
+        largest_f = algebra.phi.value(row_max, shift, algebra)
+        _threshold, _inverse_spread, _tied, peak = weighting.row_threshold(algebra, count, f_sum, largest_f)
     # The forward's has_large_value, of any length. It is 0: every tile counts as partial here
     no_large_value = tl.zeros([16], tl.float32)
     forward.store_results(
-        inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, peak, acc,
+        inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, f_sum, power_sum, peak, acc,
         needs_exact, no_large_value, blocks,
     )  # fmt: skip

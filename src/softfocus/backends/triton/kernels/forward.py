@@ -23,19 +23,19 @@ def forward(inputs, algebra, masks, outputs, blocks):
     scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
     query_rnorm = scoring.load_query_rnorm(inputs, algebra, b, h, q_offsets)
-    query, scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
+    query, product_scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
     tile_range = masking.key_tile_range(masks, inputs, blocks, b, block)
 
     # The statistics so far, [BLOCK_Q]
     row_max = tl.full([blocks.BLOCK_Q], float("-inf"), tl.float32)
     smallest_scaled_dot = tl.zeros([blocks.BLOCK_Q], tl.float32)
     shift = tl.zeros([blocks.BLOCK_Q], tl.float32)
-    phi_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
-    phi_error = tl.zeros([blocks.BLOCK_Q], tl.float32)
+    f_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
+    f_sum_error = tl.zeros([blocks.BLOCK_Q], tl.float32)
     power_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
     # [BLOCK_Q]; not used where rows are not re-weighted, but Triton needs the names
     threshold, inverse_spread, peak = shift, shift, shift
-    tied = phi_sum > 0.0  # all False
+    tied = f_sum > 0.0  # all False
     needs_exact = tied
     # [BLOCK_K], by place in a tile: 1 if some full tile has a large value there. A scalar would
     # need a reduction per tile
@@ -46,10 +46,9 @@ def forward(inputs, algebra, masks, outputs, blocks):
         if LAST:
             acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
         if algebra.reweighted and LAST:
-            shift = row_shift(row_max, algebra) if algebra.shifted else shift
-            phi_sum = compensated(phi_sum, phi_error)
-            largest_phi = algebra.phi.value(row_max, shift, algebra)
-            threshold, inverse_spread, tied, peak = weighting.row_threshold(algebra, count, phi_sum, largest_phi)
+            f_sum = compensated(f_sum, f_sum_error)
+            largest_f = algebra.phi.value(row_max, shift, algebra)
+            threshold, inverse_spread, tied, peak = weighting.row_threshold(algebra, count, f_sum, largest_f)
         for IS_PARTIAL in tl.static_range(1, -1, -1):  # partial tiles first; any order would do
             for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, IS_PARTIAL)):
                 k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)  # [BLOCK_K]
@@ -62,14 +61,15 @@ def forward(inputs, algebra, masks, outputs, blocks):
                     )  # fmt: skip
                 # s, scaled_dots, numerator [BLOCK_Q, BLOCK_K]; numerator is f or u^p
                 _key, _rnorm, s, _visible, scaled_dots = scoring.scores_of_keys(
-                    query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, IS_PARTIAL, blocks
-                )
+                    query, inputs, algebra, masks, b, h, q_offsets, k_offsets, product_scale, row_bias, IS_PARTIAL,
+                    blocks,
+                )  # fmt: skip
                 if algebra.reweighted and LAST:
                     numerator = power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, h)
                     power_sum += tl.sum(numerator, 1)
                 else:
-                    numerator, row_max, smallest_scaled_dot, shift, phi_sum, phi_error, rescale = online_statistics(
-                        s, scaled_dots, row_max, smallest_scaled_dot, shift, phi_sum, phi_error, algebra
+                    numerator, row_max, smallest_scaled_dot, shift, f_sum, f_sum_error, rescale = online_statistics(
+                        s, scaled_dots, row_max, smallest_scaled_dot, shift, f_sum, f_sum_error, algebra
                     )
                     if LAST and algebra.shifted:
                         acc = acc * rescale[:, None]
@@ -79,17 +79,17 @@ def forward(inputs, algebra, masks, outputs, blocks):
                         kept = dropout.kept(inputs, b, h, q_offsets, first, blocks.BLOCK_K, KEY_AXIS=1)
                         numerator = tl.where(kept, numerator, 0.0)
                     acc += products.dot_weights(numerator, value, algebra, blocks)  # [BLOCK_Q, BLOCK_DV]
-    phi_sum = nan_if_infinite(phi_sum, row_max, smallest_scaled_dot)
+    f_sum = nan_if_infinite(f_sum, row_max, smallest_scaled_dot)
     if inputs.seed is not None:
         acc = acc * inputs.keep_scale
     store_results(
-        inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, peak, acc,
+        inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, f_sum, power_sum, peak, acc,
         needs_exact, has_large_value, blocks,
     )  # fmt: skip
 
 
 @triton.jit
-def online_statistics(s, scaled_dots, row_max, smallest_scaled_dot, shift, phi_sum, phi_error, algebra):
+def online_statistics(s, scaled_dots, row_max, smallest_scaled_dot, shift, f_sum, f_sum_error, algebra):
     """f (``Phi.value``) of a tile [BLOCK_Q, BLOCK_K], and the statistics of its rows so far,
     [BLOCK_Q].
 
@@ -102,22 +102,22 @@ def online_statistics(s, scaled_dots, row_max, smallest_scaled_dot, shift, phi_s
     row_max = tl.maximum(row_max, tl.max(s, 1))
     if not algebra.cosine:
         smallest_scaled_dot = tl.minimum(smallest_scaled_dot, tl.min(scaled_dots, 1))
-    rescale = phi_sum  # not used unless shifted, but Triton needs the name in both branches
+    rescale = f_sum  # not used unless shifted, but Triton needs the name in both branches
     if algebra.shifted:
         before = shift
         shift = row_shift(row_max, algebra)
         # The shift falls only if all phi so far are 0, and 0 times the factor must stay 0, not
         # become 0 * inf
         rescale = tl.exp2(tl.minimum(before - shift, 0.0))
-        phi_sum = phi_sum * rescale
-        phi_error = phi_error * rescale
+        f_sum = f_sum * rescale
+        f_sum_error = f_sum_error * rescale
     f = algebra.phi.value(s, shift[:, None], algebra)
     tile_sum = tl.sum(f, 1)
     if algebra.reweighted:
-        phi_sum, phi_error = two_sum(phi_sum, phi_error, tile_sum)
+        f_sum, f_sum_error = two_sum(f_sum, f_sum_error, tile_sum)
     else:
-        phi_sum += tile_sum
-    return f, row_max, smallest_scaled_dot, shift, phi_sum, phi_error, rescale
+        f_sum += tile_sum
+    return f, row_max, smallest_scaled_dot, shift, f_sum, f_sum_error, rescale
 
 
 @triton.jit
@@ -125,9 +125,9 @@ def two_sum(total, error, x):
     """total + x, and ``error`` plus what that addition rounds off (Knuth's TwoSum).
 
     A running sum over n equal tiles has a relative error of up to n 2^-25, and all roundings may
-    have the same sign. With 64 keys per tile and 70,000 keys this exceeds TIE_TOLERANCE: a row of
-    equal scores would no longer be tied, and its gradients would be divided by a spread that is
-    only rounding.
+    have the same sign. Measured, it is up to half of that: with 64 keys per tile it exceeds
+    TIE_TOLERANCE from some 70,000 keys on. A row of equal scores would then no longer be tied, and
+    its gradients would be divided by a spread that is only rounding.
     """
     result = total + x
     added = result - total
@@ -141,12 +141,12 @@ def compensated(total, error):
 
 
 @triton.jit
-def nan_if_infinite(phi_sum, row_max, smallest_scaled_dot):
+def nan_if_infinite(f_sum, row_max, smallest_scaled_dot):
     """The sums of f [BLOCK_Q], NaN in rows where a dot product of query and key was infinite.
 
     With cosine the reciprocal norm of an infinite query or key is NaN, and so are its scores.
     """
-    return tl.where((row_max == float("inf")) | (smallest_scaled_dot == float("-inf")), float("nan"), phi_sum)
+    return tl.where((row_max == float("inf")) | (smallest_scaled_dot == float("-inf")), float("nan"), f_sum)
 
 
 @triton.jit
@@ -225,7 +225,7 @@ def _with_nonfinite(acc, meets, inputs, b, h, k_offsets, blocks):
 
 @triton.jit
 def store_results(
-    inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, phi_sum, power_sum, peak, acc,
+    inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, f_sum, power_sum, peak, acc,
     needs_exact, has_large_value, blocks,
 ):  # fmt: skip
     """Store ``outputs``, from acc [BLOCK_Q, BLOCK_DV] and vectors [BLOCK_Q]; ``row_heads``
@@ -234,18 +234,18 @@ def store_results(
     """
     mask = q_offsets < inputs.query_length
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
-    weight_sum = power_sum if algebra.reweighted else phi_sum
+    weight_sum = power_sum if algebra.reweighted else f_sum
     # The product rounds the largest weight, so the sum must, too. A re-weighted row needs no such
     # correction: its largest u^p is 1, which is exact. A tied row gets none: out errs by up to half
     # an ulp, as FlashAttention's does
     if not algebra.inputs_are_fp32 and algebra.normaliser == "l1" and not algebra.reweighted:
         dtype = inputs.value_operand.pointer.dtype.element_ty
-        weight_sum = weighting.sum_with_largest_rounded(phi_sum, row_max, shift, algebra, dtype)
+        weight_sum = weighting.sum_with_largest_rounded(f_sum, row_max, shift, algebra, dtype)
     if algebra.laser:
-        needs_exact = _needs_exact(acc, weight_sum, phi_sum, needs_exact, has_large_value, dv_offsets, inputs)
+        needs_exact = _needs_exact(acc, weight_sum, f_sum, needs_exact, has_large_value, dv_offsets, inputs)
         tl.store(outputs.exact_heads + b * inputs.heads + row_heads, 1, mask=needs_exact & mask)
-        # exp_out [BLOCK_Q, BLOCK_DV] is A e^V; NaN where phi_sum is
-        exp_out = acc * (weighting.reciprocal_sum(weight_sum, algebra) + (phi_sum - phi_sum))[:, None]
+        # exp_out [BLOCK_Q, BLOCK_DV] is A e^V; NaN where f_sum is
+        exp_out = acc * (weighting.reciprocal_sum(weight_sum, algebra) + (f_sum - f_sum))[:, None]
         # exp_out becomes 1 (log 1 = 0) in rows without weight, in padding columns, and where it
         # underflowed. Rows where it underflowed are marked, and EXACT replaces them
         exp_out = tl.where((weight_sum[:, None] == 0.0) | (exp_out <= 0.0), 1.0, exp_out)
@@ -253,31 +253,29 @@ def store_results(
         acc = log2(exp_out, algebra.inputs_are_fp32) * LN2
     else:
         acc = _normalised(acc, weight_sum, inputs, algebra, count, b)
-    acc = acc + (acc - acc) + (phi_sum - phi_sum)[:, None]  # infinity, of values or products, becomes NaN
+    acc = acc + (acc - acc) + (f_sum - f_sum)[:, None]  # infinity, of values or products, becomes NaN
     acc = tl.where(count[:, None] > 0.0, acc, 0.0)
     loading.store_like_out(outputs.out, inputs, b, row_heads, q_offsets, mask, acc, blocks)
     if outputs.residual is not None and not algebra.laser:
         steps = weighting.rounding_residual(acc, acc.to(outputs.out.pointer.dtype.element_ty).to(tl.float32), algebra)
         loading.store_like_out(outputs.residual, inputs, b, row_heads, q_offsets, mask, steps, blocks)
-    row_max = tl.where(phi_sum == phi_sum, row_max, float("nan"))
-    log_norm = tl.where(
-        phi_sum == 0.0, float("-inf"), tl.log(tl.where(phi_sum == 0.0, 1.0, phi_sum) / algebra.phi.phi_unit)
-    )
+    row_max = tl.where(f_sum == f_sum, row_max, float("nan"))
+    log_norm = tl.where(f_sum == 0.0, float("-inf"), tl.log(tl.where(f_sum == 0.0, 1.0, f_sum) / algebra.phi.phi_unit))
     log_norm = log_norm + shift * LN2
-    loading.store_row_vector(outputs.saved, b, row_heads, q_offsets, loading.COUNT, count, mask)
-    loading.store_row_vector(
+    loading.store_vector(outputs.saved, b, row_heads, q_offsets, loading.COUNT, count, mask)
+    loading.store_vector(
         outputs.saved, b, row_heads, q_offsets, loading.MAXIMUM, row_max / algebra.phi.score_unit, mask
     )
-    loading.store_row_vector(outputs.saved, b, row_heads, q_offsets, loading.LOG_NORM, log_norm, mask)
-    loading.store_row_vector(outputs.saved, b, row_heads, q_offsets, loading.PEAK, peak, mask)
-    loading.store_row_vector(outputs.saved, b, row_heads, q_offsets, loading.PHI_SUM, phi_sum, mask)
-    loading.store_row_vector(outputs.saved, b, row_heads, q_offsets, loading.POWER_SUM, power_sum, mask)
-    loading.store_row_vector(outputs.saved, b, row_heads, q_offsets, loading.MARK, needs_exact.to(tl.float32), mask)
-    loading.store_row_vector(outputs.saved, b, row_heads, q_offsets, loading.MAXIMUM_IN_UNIT, row_max, mask)
+    loading.store_vector(outputs.saved, b, row_heads, q_offsets, loading.LOG_NORM, log_norm, mask)
+    loading.store_vector(outputs.saved, b, row_heads, q_offsets, loading.PEAK, peak, mask)
+    loading.store_vector(outputs.saved, b, row_heads, q_offsets, loading.F_SUM, f_sum, mask)
+    loading.store_vector(outputs.saved, b, row_heads, q_offsets, loading.POWER_SUM, power_sum, mask)
+    loading.store_vector(outputs.saved, b, row_heads, q_offsets, loading.MARK, needs_exact.to(tl.float32), mask)
+    loading.store_vector(outputs.saved, b, row_heads, q_offsets, loading.MAXIMUM_IN_UNIT, row_max, mask)
 
 
 @triton.jit
-def _needs_exact(acc, weight_sum, phi_sum, needs_exact, has_large_value, dv_offsets, inputs):
+def _needs_exact(acc, weight_sum, f_sum, needs_exact, has_large_value, dv_offsets, inputs):
     """Which rows LASER marks [BLOCK_Q]: those of ``needs_exact``, those that see a large value, and
     those whose sum in some column of ``acc`` is small.
     """
@@ -287,8 +285,8 @@ def _needs_exact(acc, weight_sum, phi_sum, needs_exact, has_large_value, dv_offs
     # products themselves may underflow
     needs_exact = needs_exact | (large > 0.0) | (lowest < laser.SMALL_SUM * tl.maximum(weight_sum, 1.0))
     # Rows without weight and NaN rows have nothing to compute again. power_sum of 16-bit dtypes
-    # hides a NaN; phi_sum has it
-    return needs_exact & (weight_sum > 0.0) & (phi_sum == phi_sum)
+    # hides a NaN; f_sum has it
+    return needs_exact & (weight_sum > 0.0) & (f_sum == f_sum)
 
 
 @triton.jit

@@ -112,11 +112,12 @@ def key_gradients(
                 if inputs.unit_key_fp16 is not None:  # grad_operand includes product_scale
                     operand_scale = tl.full(product_scale.shape, 1.0, tl.float32)
                 if algebra.inputs_are_fp16 and not algebra.reweighted:
-                    # Re-weighted rows are multiplied in tf32
+                    # Re-weighted rows are multiplied in tf32 (dot_grad_scores)
                     grad_factor, operand_scale, factor_pow2, scale_pow2 = _float16_safe_factors(
                         grad_factor, operand_scale
                     )
-                # [BLOCK_K, BLOCK_Q]: dL/ds times product_scale, unless grad_operand includes that
+                # [BLOCK_K, BLOCK_Q]: dL/ds over the score unit, times product_scale, which includes
+                # that unit, unless grad_operand includes product_scale
                 grad_products = (grad_u * grad_factor[None, :]) * derivative * operand_scale[None, :]
                 if EXACT:
                     grad_products = tl.where(included, grad_products, 0.0)

@@ -4,7 +4,8 @@ The kernels multiply the weights with e^V in place of V. No shift is subtracted,
 come from a key that the row does not see. Values above LARGE_VALUE are clamped instead, and every
 row that sees one is marked. In decoding, a re-weighted row is marked only if it gives such a value
 some weight. A row is also marked if its sum is so small that weights which underflow might count.
-The EXACT variants of the kernels compute the marked rows in logarithms.
+The EXACT variants of the kernels compute the marked rows in logarithms. They apply no dropout:
+LASER refuses it (``validation.py``).
 """
 
 from typing import NamedTuple
@@ -111,7 +112,7 @@ class ExactRow(NamedTuple):
 
     Attributes:
         shift: of phi, as in the forward.
-        phi_sum: sum_j phi(s_ij) 2^-shift, times ``phi_unit``.
+        f_sum: sum_j phi(s_ij) 2^-shift, times ``phi_unit``.
         threshold, inverse_spread, tied: as ``weighting.row_threshold`` returns them; used in
             re-weighted rows only.
         power_sum: sum_j u_ij^p.
@@ -120,7 +121,7 @@ class ExactRow(NamedTuple):
     """
 
     shift: tl.tensor
-    phi_sum: tl.tensor
+    f_sum: tl.tensor
     threshold: tl.tensor
     inverse_spread: tl.tensor
     tied: tl.tensor
@@ -132,25 +133,25 @@ class ExactRow(NamedTuple):
 @triton.jit
 def exact_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
     """The ``ExactRow`` of the rows [BLOCK_Q], from what the forward saved."""
-    shift, largest_phi, phi_sum, power_sum = weighting.saved_statistics(saved, inputs, algebra, b, h, q_offsets)
-    phi_sum = tl.where(phi_sum == 0.0, 1.0, phi_sum)
+    shift, largest_f, f_sum, power_sum = weighting.saved_statistics(saved, inputs, algebra, b, h, q_offsets)
+    f_sum = tl.where(f_sum == 0.0, 1.0, f_sum)
     power_sum = tl.where(power_sum == 0.0, 1.0, power_sum)
-    threshold, inverse_spread, tied, _peak = weighting.row_threshold(algebra, count, phi_sum, largest_phi)
+    threshold, inverse_spread, tied, _peak = weighting.row_threshold(algebra, count, f_sum, largest_f)
     marks = load_marks(saved, inputs, b, h, q_offsets)
-    return ExactRow(shift, phi_sum, threshold, inverse_spread, tied, power_sum, delta, marks == ONE_KEY)
+    return ExactRow(shift, f_sum, threshold, inverse_spread, tied, power_sum, delta, marks == ONE_KEY)
 
 
 @triton.jit
 def load_marks(saved, inputs, b, h, q_offsets):
     """The marks of the rows [BLOCK_Q]: ONE_KEY, 1, or 0 for rows that are not marked."""
-    return loading.load_row_vector(saved, b, h, q_offsets, loading.MARK, q_offsets < inputs.query_length, 0.0)
+    return loading.load_vector(saved, b, h, q_offsets, loading.MARK, q_offsets < inputs.query_length, 0.0)
 
 
 @triton.jit
 def expanded(row, KEY_AXIS: tl.constexpr):
     """The vectors [BLOCK_Q] as [BLOCK_Q, 1] or [1, BLOCK_Q]. KEY_AXIS: the keys' axis, 1 or 0."""
     return ExactRow(
-        tl.expand_dims(row.shift, KEY_AXIS), tl.expand_dims(row.phi_sum, KEY_AXIS),
+        tl.expand_dims(row.shift, KEY_AXIS), tl.expand_dims(row.f_sum, KEY_AXIS),
         tl.expand_dims(row.threshold, KEY_AXIS), tl.expand_dims(row.inverse_spread, KEY_AXIS),
         tl.expand_dims(row.tied, KEY_AXIS), tl.expand_dims(row.power_sum, KEY_AXIS),
         tl.expand_dims(row.delta, KEY_AXIS), tl.expand_dims(row.one_key, KEY_AXIS),
@@ -170,7 +171,7 @@ def log_weights(s, row, inputs, algebra, h):
     """
     f = algebra.phi.value(s, row.shift, algebra)
     log_f = algebra.phi.log(s, row.shift, f)
-    log_weight = log_f - tl.log(row.phi_sum)  # l1 weights: without re-weighting, and in tied rows
+    log_weight = log_f - tl.log(row.f_sum)  # l1 weights: without re-weighting, and in tied rows
     log_u = log_weight  # not used without re-weighting, but Triton needs the name
     if algebra.reweighted:
         u = weighting.phi_to_u(f, row.threshold, row.inverse_spread, algebra)
@@ -201,7 +202,7 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
     f = algebra.phi.value(s, row.shift, algebra)
     # derivative includes phi_unit here, unlike in weights_and_gradients
     derivative = algebra.phi.derivative(s, row.shift, algebra) * algebra.phi.phi_unit
-    weight = f / row.phi_sum
+    weight = f / row.f_sum
     above_threshold = f
     power = 1.0
     small = RELU_TINY_BELOW if algebra.phi.has_zeros else TAIL_BELOW
@@ -301,7 +302,7 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
     scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
     query_rnorm = scoring.load_query_rnorm(inputs, algebra, b, h, q_offsets)
-    query, scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
+    query, product_scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
     tile_range = masking.key_tile_range(masks, inputs, blocks, b, block)
     # The largest log A + v of each row and column, the sum of e^(log A + v - running_max), and the
     # number of keys with a weight above 0
@@ -313,7 +314,7 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
             k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)  # [BLOCK_K]
             # s, visible [BLOCK_Q, BLOCK_K]
             _key, _rnorm, s, visible, _scaled_dots = scoring.scores_of_keys(
-                query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, IS_PARTIAL, blocks
+                query, inputs, algebra, masks, b, h, q_offsets, k_offsets, product_scale, row_bias, IS_PARTIAL, blocks
             )
             log_weight, _log_u = log_weights(s, row, inputs, algebra, h)  # [BLOCK_Q, BLOCK_K]
             log_weight = tl.where(visible, log_weight, float("-inf"))
@@ -336,7 +337,7 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
                 total = tl.where(this_column, total * rescale[:, None] + tile_sum[:, None], total)
                 running_max = tl.where(this_column, new_max[:, None], running_max)
     marks = tl.where(live_keys == 1.0, ONE_KEY, 1.0)
-    loading.store_row_vector(outputs.saved, b, h, q_offsets, loading.MARK, marks, marked)
+    loading.store_vector(outputs.saved, b, h, q_offsets, loading.MARK, marks, marked)
     row_heads, log_total = tl.zeros_like(q_offsets) + h, tl.log(total)
     rounded = (running_max + log_total).to(outputs.out.pointer.dtype.element_ty)
     loading.store_like_out(outputs.out, inputs, b, row_heads, q_offsets, marked, rounded, blocks)

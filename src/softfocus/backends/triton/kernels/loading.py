@@ -3,10 +3,11 @@
 import triton
 import triton.language as tl
 
-COUNT, MAXIMUM, LOG_NORM, PEAK, PHI_SUM, POWER_SUM, MARK, MAXIMUM_IN_UNIT = (tl.constexpr(n) for n in range(8))
+COUNT, MAXIMUM, LOG_NORM, PEAK, F_SUM, POWER_SUM, MARK, MAXIMUM_IN_UNIT = (tl.constexpr(n) for n in range(8))
 """Indices of the vectors that the forward saves in ``Outputs.saved``: first ``RowStatistics``, then
 what the backward needs. MARK is not 0 in LASER's marked rows. MAXIMUM_IN_UNIT is the maximum
-in the score unit.
+in the score unit. It is saved because MAXIMUM times the unit would be rounded, and the shift of the
+backward would differ from that of the forward.
 """
 
 
@@ -68,7 +69,7 @@ def row_pointers(vectors, b, h, q_offsets, INDEX: tl.constexpr):
 
 
 @triton.jit
-def load_row_vector(vectors, b, h, q_offsets, INDEX: tl.constexpr, mask, OTHER: tl.constexpr):
+def load_vector(vectors, b, h, q_offsets, INDEX: tl.constexpr, mask, OTHER: tl.constexpr):
     """The rows ``q_offsets`` [R] of the vector INDEX (``row_pointers``); OTHER where ``mask`` is
     false.
     """
@@ -76,7 +77,7 @@ def load_row_vector(vectors, b, h, q_offsets, INDEX: tl.constexpr, mask, OTHER: 
 
 
 @triton.jit
-def store_row_vector(vectors, b, h, q_offsets, INDEX: tl.constexpr, x, mask):
+def store_vector(vectors, b, h, q_offsets, INDEX: tl.constexpr, x, mask):
     """Store x [R] in the rows ``q_offsets`` of the vector INDEX (``row_pointers``)."""
     tl.store(row_pointers(vectors, b, h, q_offsets, INDEX), x, mask=mask)
 

@@ -215,7 +215,8 @@ def survey(inputs, masks, lowest, highest, counts, states, blocks):
 
     The caller has set ``states`` to 0, which is EMPTY. ``lowest`` and ``highest`` [B, 1, 1, key
     blocks] are the lowest and the highest document number of each tile of keys; None without
-    documents.
+    documents. B and H, and so b and h, are those of the masks, 1 where broadcast: a call with a
+    cache has no masks, so that all sequences have one length.
     """
     block = tl.program_id(0)
     b, h = tl.program_id(1), tl.program_id(2)

@@ -105,8 +105,8 @@ else:
 
 
 @triton.jit
-def stable_product(a, b, algebra):
-    """a b; rounded separately in re-weighted rows of float32.
+def unfused_product(a, b, algebra):
+    """a b, not fused with a sum (no FMA) in re-weighted rows of float32.
 
     Otherwise the compiler might fuse the product with a sum in some kernels or tiles and not in
     others. Scores would then differ in the last bit, and u^p by p times that.
@@ -395,6 +395,6 @@ def any_power(u, power, ACCURATE: tl.constexpr):
     """u^p for 0 < u <= 1 and a p that the kernel loads at run time. ACCURATE: as in ``log2``.
 
     The relative error grows with p |log u|, which is large only where u^p is small compared with
-    the row's largest. NaN gives 1; phi_sum carries the NaN of such rows.
+    the row's largest. NaN gives 1; f_sum carries the NaN of such rows.
     """
     return tl.exp2(power * log2(tl.where(u > 0.0, u, 1.0), ACCURATE))

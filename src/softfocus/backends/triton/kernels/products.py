@@ -65,9 +65,10 @@ def dot_weights(weights, x, algebra, blocks):
     """The product of weights and x: values or e^V in the forward, grad_out in key_gradients.
 
     It is [BLOCK_Q, BLOCK_K] times [BLOCK_K, BLOCK_DV], or in key_gradients [BLOCK_K, BLOCK_Q] times
-    [BLOCK_Q, BLOCK_DV]. A float16 call multiplies in tf32 without an l1 norm, where weights do not
-    sum to one, and for LASER, whose x is e^V or dL/d(A e^V). In other calls float16 overflows where
-    f of softplus exceeds 65504, without re-weighting or in a tied row (docs/limitations.md).
+    [BLOCK_Q, BLOCK_DV]. A float16 call multiplies in tf32 if the normaliser is not l1, because
+    weights then do not sum to one, and for LASER, whose x is e^V or dL/d(A e^V). Any other float16
+    call overflows where f of softplus exceeds 65504, without re-weighting or in a tied row
+    (docs/limitations.md).
     """
     IN_TF32: tl.constexpr = algebra.inputs_are_fp16 and (algebra.laser or algebra.normaliser != "l1")
     weights = to_operand_dtype(weights, x.dtype, IN_TF32)
@@ -81,12 +82,16 @@ def dot_grad_scores(grad_scores, x, algebra, blocks, HAS_ROW_FACTORS: tl.constex
     """The product of dL/ds, as the caller scales it, and x: keys, or queries in key_gradients.
 
     It is [BLOCK_Q, BLOCK_K] times [BLOCK_K, BLOCK_D], or in key_gradients [BLOCK_K, BLOCK_Q] times
-    [BLOCK_Q, BLOCK_D]. A float16 call multiplies in tf32 without an l1 norm, for the relu family,
-    whose phi' 2^-shift is huge in a row of tiny scores, and for re-weighted rows if grad_scores
-    includes the rows' grad_factor (HAS_ROW_FACTORS), which is up to 2^16 times larger in a row of
-    nearly equal scores than in others. For softplus and sigmoid float16 overflows where
-    |dL/dA - delta| phi' exceeds 65504 (docs/limitations.md). Callers also multiply by one mantissa
-    or two, together below 4.
+    [BLOCK_Q, BLOCK_D]. Callers also multiply by one mantissa or two, together below 4. A float16
+    call multiplies in tf32 in three cases:
+
+    * The normaliser is not l1.
+    * phi has zeros (the relu family): phi' 2^-shift is huge in a row of tiny scores.
+    * Rows are re-weighted, and grad_scores includes their grad_factor (HAS_ROW_FACTORS): it is up
+      to 1 / TIE_TOLERANCE = 2^16 times larger in a row of nearly equal scores than in others.
+
+    Any other float16 call, which has softplus or sigmoid, overflows where |dL/dA - delta| phi'
+    exceeds 65504 (docs/limitations.md).
     """
     IN_TF32: tl.constexpr = algebra.inputs_are_fp16 and (
         algebra.phi.has_zeros or algebra.normaliser != "l1" or (algebra.reweighted and HAS_ROW_FACTORS)

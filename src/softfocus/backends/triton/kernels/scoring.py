@@ -68,14 +68,15 @@ def query_operand(query, rnorm, scale, inputs, algebra):
     ``scale`` [BLOCK_Q] is c_i in the score unit, ``rnorm`` [BLOCK_Q] is 1 / |q_i|. The factor is
     ``scale``, with cosine times the mantissa of ``rnorm``. With unit vectors, where
     ``inputs.unit_key_fp16`` is given, the operand includes the factor, and ``tile_scores`` ignores
-    the returned one.
+    the returned one. Callers name the factor ``product_scale``.
     """
+    product_scale = scale
     if algebra.cosine:
         query, mantissa = norms.scaled_operand(query, rnorm)
-        scale = scale * mantissa
+        product_scale = scale * mantissa
     if inputs.unit_key_fp16 is not None:
-        query = (query.to(tl.float32) * scale[:, None]).to(tl.float16)
-    return query, scale
+        query = (query.to(tl.float32) * product_scale[:, None]).to(tl.float16)
+    return query, product_scale
 
 
 @triton.jit
@@ -112,8 +113,9 @@ def key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL: tl.constexpr, blo
 
 @triton.jit
 def tile_scores(
-    dots, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, rnorm, row_bias, IS_PARTIAL: tl.constexpr
-):
+    dots, inputs, algebra, masks, b, h, q_offsets, k_offsets, product_scale, rnorm, row_bias,
+    IS_PARTIAL: tl.constexpr,
+):  # fmt: skip
     """Scores of a tile in the score unit, -inf where masked; whether they are visible; and
     scaled_dots, the dot products with their scale but no bias, 0 where masked. All three are shaped
     like ``dots``.
@@ -123,15 +125,15 @@ def tile_scores(
 
     Args:
         dots: dot products of queries and keys, [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].
-        q_offsets, k_offsets, scale, rnorm, row_bias: vectors that broadcast to ``dots``. The
-            dot products are multiplied by ``scale`` (of the query) and ``rnorm`` (1 / |k|, or its
+        q_offsets, k_offsets, product_scale, rnorm, row_bias: vectors that broadcast to ``dots``.
+            The dot products are multiplied by ``product_scale`` and ``rnorm`` (1 / |k|, or its
             mantissa), unless they are those of unit vectors, which include both.
     """
     s = dots
     if inputs.unit_key_fp16 is None:
-        s = pointwise.stable_product(s, scale, algebra)
+        s = pointwise.unfused_product(s, product_scale, algebra)
         if algebra.cosine:
-            s = pointwise.stable_product(s, rnorm, algebra)
+            s = pointwise.unfused_product(s, rnorm, algebra)
     scaled_dots = s
     if algebra.score_bias != "0":
         s = s + row_bias
@@ -142,7 +144,7 @@ def tile_scores(
         if algebra.phi.score_unit != 1.0:
             clamped = tl.minimum(tl.maximum(bias, -LARGEST_BIAS), LARGEST_BIAS)
             bias = tl.where(tl.abs(bias) < float("inf"), clamped, bias)  # NaN and infinities stay
-        s += pointwise.stable_product(bias, algebra.phi.score_unit, algebra)
+        s += pointwise.unfused_product(bias, algebra.phi.score_unit, algebra)
     visible = tl.full(s.shape, True, tl.int1)
     if IS_PARTIAL:
         visible = masking.visible(masks, inputs, b, h, q_offsets, k_offsets)
@@ -153,14 +155,14 @@ def tile_scores(
 
 @triton.jit
 def scores_of_keys(
-    query, inputs, algebra, masks, b, h, q_offsets, k_offsets, scale, row_bias, IS_PARTIAL: tl.constexpr, blocks
+    query, inputs, algebra, masks, b, h, q_offsets, k_offsets, product_scale, row_bias, IS_PARTIAL: tl.constexpr, blocks
 ):
     """The key operand [BLOCK_K, BLOCK_D], 1 / |k| [BLOCK_K], and what ``tile_scores`` returns,
-    [BLOCK_Q, BLOCK_K]. ``scale`` and ``row_bias`` are [BLOCK_Q].
+    [BLOCK_Q, BLOCK_K]. ``product_scale`` and ``row_bias`` are [BLOCK_Q].
     """
     key, key_rnorm = load_score_keys(inputs, algebra, b, h, k_offsets, IS_PARTIAL, blocks)
     s, visible, scaled_dots = tile_scores(
-        products.dot(query, tl.trans(key), blocks), inputs, algebra, masks, b, h,
-        q_offsets[:, None], k_offsets[None, :], scale[:, None], key_rnorm[None, :], row_bias[:, None], IS_PARTIAL,
+        products.dot(query, tl.trans(key), blocks), inputs, algebra, masks, b, h, q_offsets[:, None],
+        k_offsets[None, :], product_scale[:, None], key_rnorm[None, :], row_bias[:, None], IS_PARTIAL,
     )  # fmt: skip
     return key, key_rnorm, s, visible, scaled_dots

@@ -51,7 +51,7 @@ def reciprocal_sum(total, algebra):
 
 
 @triton.jit
-def sum_with_largest_rounded(phi_sum, row_max, shift, algebra, dtype):
+def sum_with_largest_rounded(f_sum, row_max, shift, algebra, dtype):
     """The sum of phi [BLOCK_Q], with its largest term rounded as the product with the values rounds
     it: to ``dtype``, or for LASER in float16 to tf32.
 
@@ -59,11 +59,11 @@ def sum_with_largest_rounded(phi_sum, row_max, shift, algebra, dtype):
     out = acc / sum: dL/dA - delta, where delta is computed from out, is smaller than that rounding.
     The sum therefore takes the rounded largest term, too. The roundings of many equal weights do
     not cancel: out errs by up to half an ulp of ``dtype``, as FlashAttention's does. Only the
-    division, and LASER's test for marked rows, use this sum. The saved PHI_SUM is not rounded so.
+    division, and LASER's test for marked rows, use this sum. The saved F_SUM is not rounded so.
     """
-    largest_phi = algebra.phi.value(row_max, shift, algebra)
-    rounded = products.to_operand_dtype(largest_phi, dtype, algebra.inputs_are_fp16 and algebra.laser)
-    return phi_sum + (rounded.to(tl.float32) - largest_phi)
+    largest_f = algebra.phi.value(row_max, shift, algebra)
+    rounded = products.to_operand_dtype(largest_f, dtype, algebra.inputs_are_fp16 and algebra.laser)
+    return f_sum + (rounded.to(tl.float32) - largest_f)
 
 
 @triton.jit
@@ -99,25 +99,25 @@ def u_to_the_power(u, inputs, algebra, h, MINUS: tl.constexpr):
 
 
 @triton.jit
-def row_threshold(algebra, count, phi_sum, largest_phi):
-    """(threshold, 1 / spread, tied, peak) of rows [BLOCK_Q], from the sum and the largest phi of
+def row_threshold(algebra, count, f_sum, largest_f):
+    """(threshold, 1 / spread, tied, peak) of rows [BLOCK_Q], from the sum and the largest f of
     each; eq. 5 of arXiv 2501.13428.
 
-    u = (phi - threshold) / spread. Tied rows keep their l1 weights.
+    u = (f - threshold) / spread. Tied rows keep their l1 weights.
     """
-    divisor = tl.where(phi_sum == 0.0, 1.0, phi_sum)
+    divisor = tl.where(f_sum == 0.0, 1.0, f_sum)
     threshold_on = tl.where(count > MAX_UNTHRESHOLDED_COUNT, 1.0, 0.0)
-    # The approximate division errs by two ulps, which u^p multiplies by p. It is enough for
-    # 1 / spread: an error of 1 / spread is a factor of the row, and cancels in A
+    # float32 divides exactly: the approximate division errs by two ulps, which u^p multiplies by p.
+    # 1 / spread may be approximate: its error is a factor of the row, and cancels in A
     if algebra.inputs_are_fp32:
-        threshold = threshold_on * tl.div_rn(phi_sum, tl.maximum(count, 1.0))
-        largest_share = tl.div_rn(largest_phi * count, divisor)
+        threshold = threshold_on * tl.div_rn(f_sum, tl.maximum(count, 1.0))
+        largest_share = tl.div_rn(largest_f * count, divisor)
     else:
-        threshold = threshold_on * phi_sum / tl.maximum(count, 1.0)
-        largest_share = largest_phi * count / divisor
+        threshold = threshold_on * f_sum / tl.maximum(count, 1.0)
+        largest_share = largest_f * count / divisor
     peak = tl.maximum(largest_share - threshold_on, 0.0, propagate_nan=tl.PropagateNan.ALL)
     tied = peak <= TIE_TOLERANCE
-    return threshold, 1.0 / tl.where(tied, 1.0, largest_phi - threshold), tied, peak
+    return threshold, 1.0 / tl.where(tied, 1.0, largest_f - threshold), tied, peak
 
 
 @triton.jit
@@ -162,9 +162,10 @@ class GradientRow(NamedTuple):
         inverse_spread: of re-weighted rows. Its sign says whether the row is tied (``is_tied``),
             which saves a row vector. In a tied row it is -1 over the largest f, and p is 1.
         weight_factor: 0 in fully masked rows.
-        grad_factor: 0 where one key has all the weight: its gradient is 0, and rounding must not
-            change it. Re-weighted rows: only if N = 1 or p >= LARGE_POWER. A phi with zeros, not
-            re-weighted: never 0, see zero_grad_above. No l1 norm: never 0.
+        grad_factor: as in the formulas above; ``load_row_vectors`` returns it over the score unit.
+            0 where one key has all the weight: its gradient is 0, and rounding must not change it.
+            Re-weighted rows: only if N = 1 or p >= LARGE_POWER. A phi with zeros, not re-weighted:
+            never 0, see zero_grad_above. No l1 norm: never 0.
         delta: sum_j A_ij dL/dA_ij, where the weights sum to one; else 0.
     """
 
@@ -191,45 +192,45 @@ def saved_statistics(saved, inputs, algebra, b, h, q_offsets):
     u^p.
     """
     mask = q_offsets < inputs.query_length
-    row_max = loading.load_row_vector(saved, b, h, q_offsets, loading.MAXIMUM_IN_UNIT, mask, 0.0)
-    phi_sum = loading.load_row_vector(saved, b, h, q_offsets, loading.PHI_SUM, mask, 1.0)
-    power_sum = loading.load_row_vector(saved, b, h, q_offsets, loading.POWER_SUM, mask, 1.0)
+    row_max = loading.load_vector(saved, b, h, q_offsets, loading.MAXIMUM_IN_UNIT, mask, 0.0)
+    f_sum = loading.load_vector(saved, b, h, q_offsets, loading.F_SUM, mask, 1.0)
+    power_sum = loading.load_vector(saved, b, h, q_offsets, loading.POWER_SUM, mask, 1.0)
     shift = tl.zeros_like(row_max)
     if algebra.shifted:
         shift = pointwise.row_shift(row_max, algebra)
-    return shift, algebra.phi.value(row_max, shift, algebra), phi_sum, power_sum
+    return shift, algebra.phi.value(row_max, shift, algebra), f_sum, power_sum
 
 
 @triton.jit
 def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
     """The ``GradientRow`` of the rows [BLOCK_Q], from what the forward saved."""
-    shift, largest_phi, phi_sum, power_sum = saved_statistics(saved, inputs, algebra, b, h, q_offsets)
+    shift, largest_f, f_sum, power_sum = saved_statistics(saved, inputs, algebra, b, h, q_offsets)
     zeros = tl.zeros_like(shift)  # all vectors here are [BLOCK_Q]
     threshold, zero_grad_above = zeros, zeros
     inverse_spread = zeros - 1.0  # not read without re-weighting, but stored: a row vector
     if algebra.reweighted:
         threshold, inverse_spread, weight_factor, grad_factor = _reweighted_row_factors(
-            largest_phi, phi_sum, power_sum, inputs, algebra, count, h
+            largest_f, f_sum, power_sum, inputs, algebra, count, h
         )
     elif algebra.normaliser == "l1":
-        weight_factor = reciprocal_sum(phi_sum, algebra)
+        weight_factor = reciprocal_sum(f_sum, algebra)
         if algebra.shift_holds_norm:
             # shift + log2 of the sum: the logsumexp. f is then the weight
             shift = shift - tl.log2(weight_factor)
             weight_factor = tl.full(weight_factor.shape, 1.0, tl.float32)
-        one_key, grad_factor = (count == 1.0) | (phi_sum == largest_phi), weight_factor
+        one_key, grad_factor = (count == 1.0) | (f_sum == largest_f), weight_factor
         # Where one key has all the weight, dL/ds of that key is 0, and rounding must not change it.
         # The other keys have phi = 0 or far below the largest. Without zeros phi' is then as small,
         # and the whole row gets 0. relu' of such a key is 1, and its dL/ds may be large: only keys
         # above half the largest phi, which is the one key, get 0 (``weights_and_gradients``)
         if algebra.phi.has_zeros:
-            zero_grad_above = tl.where(one_key, 0.5 * largest_phi, float("inf"))
+            zero_grad_above = tl.where(one_key, 0.5 * largest_f, float("inf"))
         else:
             grad_factor = tl.where(one_key, 0.0, weight_factor)
     else:
-        # phi_sum is NaN in a row with an infinite dot product (``nan_if_infinite``), which
-        # phi_sum - phi_sum passes on
-        weight_factor = row_factor(inputs, algebra, count, b) / algebra.phi.phi_unit + (phi_sum - phi_sum)
+        # f_sum is NaN in a row with an infinite dot product (``nan_if_infinite``), which
+        # f_sum - f_sum passes on
+        weight_factor = row_factor(inputs, algebra, count, b) / algebra.phi.phi_unit + (f_sum - f_sum)
         grad_factor = weight_factor
         delta = tl.zeros_like(weight_factor)
     weight_factor = tl.where(count > 0.0, weight_factor, 0.0)
@@ -238,29 +239,29 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
 
 
 @triton.jit
-def _reweighted_row_factors(largest_phi, phi_sum, power_sum, inputs, algebra, count, h):
+def _reweighted_row_factors(largest_f, f_sum, power_sum, inputs, algebra, count, h):
     """threshold, inverse_spread, weight_factor and grad_factor of a ``GradientRow`` [BLOCK_Q], of
     re-weighted rows.
     """
-    threshold, inverse_spread, tied, _peak = row_threshold(algebra, count, phi_sum, largest_phi)
-    largest_u = phi_to_u(largest_phi, threshold, inverse_spread, algebra)
+    threshold, inverse_spread, tied, _peak = row_threshold(algebra, count, f_sum, largest_f)
+    largest_u = phi_to_u(largest_f, threshold, inverse_spread, algebra)
     largest_u_power = u_to_the_power(largest_u, inputs, algebra, h, MINUS=0)
     # One key has all the weight if power_sum equals its largest term: an exact comparison.
     # Other terms, if any, are below the rounding of power_sum. Their gradients, which u^(p - 1)
     # multiplies, are negligible only if p is large
-    large_power = (tl.zeros_like(phi_sum) + head_power(inputs, algebra, h)) >= LARGE_POWER
+    large_power = (tl.zeros_like(f_sum) + head_power(inputs, algebra, h)) >= LARGE_POWER
     one_key = (count == 1.0) | ((power_sum == largest_u_power) & (tied == 0) & large_power)
-    reciprocal_phi_sum, reciprocal_power_sum = reciprocal_sum(phi_sum, algebra), reciprocal_sum(power_sum, algebra)
-    largest_phi_or_1 = tl.where(largest_phi > 0.0, largest_phi, 1.0)
-    weight_factor = tl.where(tied, reciprocal_phi_sum * largest_phi_or_1, reciprocal_power_sum)
+    reciprocal_f_sum, reciprocal_power_sum = reciprocal_sum(f_sum, algebra), reciprocal_sum(power_sum, algebra)
+    largest_f_or_1 = tl.where(largest_f > 0.0, largest_f, 1.0)
+    weight_factor = tl.where(tied, reciprocal_f_sum * largest_f_or_1, reciprocal_power_sum)
     untied_factor = head_power(inputs, algebra, h) * reciprocal_power_sum * inverse_spread
-    grad_factor = tl.where(tied, reciprocal_phi_sum, untied_factor)
-    # u and power_sum of 16-bit dtypes have lost the NaN of a row (``phi_to_u``); phi_sum has it
-    weight_factor += phi_sum - phi_sum
-    # A tied row keeps its l1 weights. Its u is phi over the largest phi, because ``phi_to_u``
-    # limits u of 16-bit dtypes to 1; weight_factor multiplies by the largest phi again
+    grad_factor = tl.where(tied, reciprocal_f_sum, untied_factor)
+    # u and power_sum of 16-bit dtypes have lost the NaN of a row (``phi_to_u``); f_sum has it
+    weight_factor += f_sum - f_sum
+    # A tied row keeps its l1 weights. Its u is f over the largest f, because ``phi_to_u`` limits u
+    # of 16-bit dtypes to 1; weight_factor multiplies by the largest f again
     threshold = tl.where(tied, 0.0, threshold)
-    inverse_spread = tl.where(tied, -1.0 / largest_phi_or_1, inverse_spread)
+    inverse_spread = tl.where(tied, -1.0 / largest_f_or_1, inverse_spread)
     return threshold, inverse_spread, weight_factor, tl.where(one_key, 0.0, grad_factor)
 
 
