@@ -247,7 +247,9 @@ def test_the_calls_that_are_timed_are_the_ones_that_are_checked(
         return out if len(calls) == 1 else out * 1.1
 
     monkeypatch.setitem(subjects.SUBJECTS, "softfocus", wrong(once))
+    (tmp_path / "results.json").write_text("{}")
     code, out, _ = call(capsys, *SMALL, "--mechanisms", "lssar", "--what", "forward", "--out", tmp_path)
+    assert "results.json, an earlier benchmark, is replaced" in " ".join(out.split())
     assert code == 1
     assert "parity failed" in out
 

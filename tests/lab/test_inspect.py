@@ -2,6 +2,7 @@
 but itself.
 """
 
+import io
 import math
 import re
 import shutil
@@ -217,6 +218,16 @@ def test_the_record_reads_back_equal(looked: tuple[Inspections, Path]) -> None:
         read(folder / "broken.json")
     with pytest.raises(LabError, match="No such file"):
         read(folder / "nothing.json")
+
+
+def test_runs_whose_record_is_replaced_are_named(runs: dict[str, Path], tmp_path: Path) -> None:
+    found = {name: inspect(runs[name], [32], tokens=32) for name in ("softmax", "lssar")}
+    report.write([found["softmax"]], tmp_path)
+    for name, note in (("softmax", ""), ("lssar", "They also held softmax; choose another folder with --out")):
+        console = Console(file=io.StringIO(), width=300)
+        report.say_replaced(tmp_path, [found[name][0]], console)
+        assert note in console.file.getvalue()
+        assert bool(note) == bool(console.file.getvalue())
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ refused.
 import io
 import itertools
 import math
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -352,3 +353,27 @@ def test_what_does_not_fit_is_said_in_one_line(name: str, overrides: list[str], 
     recipe = load(name, overrides)
     with pytest.raises(LabError, match=says):
         models.build(recipe, 10)
+
+
+def test_models_that_predict_other_shares_of_a_text_are_not_paired(tmp_path: Path) -> None:
+    """They predict other tokens, and read other ones."""
+    for share in (0.2, 0.6):
+        train(tiny_recipe("bert-toy", f"data.masked={share}"), tmp_path / str(share))
+        evaluate_samples(tmp_path / str(share))
+    report = compare([tmp_path / "0.2", tmp_path / "0.6"], tmp_path / "both", console=Console(file=io.StringIO()))
+    assert "the models read different text" in report.finding.sentence.lower()
+    assert {one.hidden for one in report.evaluations} == {0.2, 0.6}
+    measured = [note for note in report.notes if note.startswith("Measured")]
+    assert len(measured) == 2
+    assert all("predictions in" in note for note in measured)
+    assert not any("cut into windows" in note for note in report.notes)
+
+
+def test_losses_of_other_text_are_not_replaced_without_a_word(
+    runs: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = shutil.copytree(runs("bert-toy"), tmp_path / "bert-toy")
+    evaluate_samples(run)
+    assert not caplog.messages
+    evaluate_samples(run, tokens=256)
+    assert "they were measured on other text" in caplog.messages[-1]

@@ -25,6 +25,7 @@ from torch.utils.data import default_collate
 from softfocus.lab import model as models
 from softfocus.lab import objective
 from softfocus.lab.claims import claim as claims
+from softfocus.lab.claims import earlier as earlier_runs
 from softfocus.lab.claims import figure, page
 from softfocus.lab.claims.claim import SCALES, Claim, parse, recipes
 from softfocus.lab.claims.parts import together
@@ -757,6 +758,18 @@ def test_finished_runs_of_further_seeds_are_judged(two: Claim, tmp_path: Path) -
     assert alone is not None
     assert [(run.row, run.info.seed) for run in alone.runs] == [("a", 0), ("b", 0)]
     assert "judged, too" not in told
+
+
+def test_what_a_published_run_holds_may_be_asked_for() -> None:
+    """Whatever its recipe asked for: another claim may have trained it first."""
+    claim = claims.load("laser-classification")
+    results = read_results(PUBLIC / claim.name / "toy" / "results.json")
+    now = {recipe.name: recipe for recipe in recipes(claim, "toy", range(8), results.overrides)}
+    assert all(run.classification for run in results.runs)
+    for run in results.runs:
+        wanted = now[f"{run.row}-s{run.info.seed}"]
+        assert wanted.evaluate.also == ["classification"]
+        assert not earlier_runs._differing(run.recipe, wanted, run.also)
 
 
 @pytest.mark.long

@@ -124,6 +124,13 @@ def test_the_passkey_run_has_one_way_to_grow(runs: dict[str, Path], tmp_path: Pa
     assert found.task == load_run(run).corpus_key
 
 
+def test_there_is_more_to_remember_at_whole_multiples_alone(run: Path) -> None:
+    """A row of "more to remember" at 1.5 times the length would hold no more."""
+    found = recall(run, [T, 3 * T // 2, 2 * T], sequences=4)
+    assert [row.length for row in found.rows if row.grown] == [2 * T]
+    assert [row.length for row in found.rows if not row.grown] == [T, 3 * T // 2, 2 * T]
+
+
 def test_what_is_measured_is_kept(run: Path) -> None:
     whole = recall(run, [T, 2 * T, 4 * T], sequences=4)
     (run / RECALL).unlink()

@@ -139,6 +139,21 @@ def test_mistakes_are_said_in_one_line(overrides: list[str], what: str, remedy: 
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("name", "override", "says"),
+    [
+        ("vit-toy", "data.max_documents=2", "max_documents: documents are counted in texts"),
+        ("vit-toy", "data.validation_source=images", "validation_source: what is generated has its own held-out part"),
+        ("mqar-lssar", "data.max_documents=2", "max_documents: documents are counted in texts"),
+        ("mqar-lssar", 'evaluate.mechanisms=["lssa"]', "evaluate.mechanisms: a generated task is measured as trained"),
+    ],
+)
+def test_keys_that_would_do_nothing_are_refused(name: str, override: str, says: str) -> None:
+    with pytest.raises(LabError) as caught:
+        load(name, [override])
+    assert says in str(caught.value)
+
+
 def test_overrides_are_toml_values_or_plain_strings() -> None:
     recipe = load(
         "demo",

@@ -643,6 +643,28 @@ def test_rows_that_become_the_same_are_refused(two_rows: Path) -> None:
     assert len(study.recipes(*study.load(str(two_rows)), rows=["plain"], overrides=alike)) == 2
 
 
+def test_rows_that_differ_in_what_is_measured_alone_are_refused(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text(
+        f'title = "x"\nbase = "{tiny}"\n[rows.a]\n[rows.b]\nevaluate.mechanisms = ["softmax"]\n'
+    )
+    with pytest.raises(LabError, match=r"b-s0 are the same training; .* one run can have all that is measured"):
+        study.recipes(*study.load(str(tmp_path / "one.toml")))
+
+
+def test_a_worker_that_dies_has_not_diverged_as_the_run_before_it(
+    two_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--overwrite with a lower rate, as the message of a run that diverged advises."""
+    out = tmp_path / "out"
+    for recipe in study.recipes(*study.load(str(two_rows)), seeds=[3]):
+        finish(recipe, out)
+        info = load_run(out / recipe.name)
+        save_run(out / recipe.name, info.model_copy(update={"status": "diverged", "error": "the loss became nan"}))
+    monkeypatch.setattr(pool.sys, "executable", shutil.which("false"))
+    with pytest.raises(LabError, match=r"2 of 2 models failed: plain-s3: ended with exit code 1"):
+        run_study(str(two_rows), out, jobs=1, seeds=[3], overwrite=True, console=console())
+
+
 def test_setting_a_key_keeps_the_rest_of_its_table(tiny: Path, tmp_path: Path) -> None:
     """As `softfocus train --set` does."""
     (tmp_path / "one.toml").write_text(

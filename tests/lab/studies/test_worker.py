@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from softfocus.lab.errors import LabError
+from softfocus.lab.evaluate.induction import induction
 from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.evaluate.samples import evaluate_samples
 from softfocus.lab.inspect.report import write
@@ -17,7 +18,7 @@ from softfocus.lab.progress import Event
 from softfocus.lab.recipes.lengths import parse
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.files import INSPECTION, MODEL, RUN, load_measured, load_run, save_measured
+from softfocus.lab.run_folder.files import INSPECTION, MODEL, RECIPE, RUN, load_measured, load_run, save_measured
 from softfocus.lab.run_folder.results import Evaluation
 from softfocus.lab.studies import pool, worker
 from softfocus.lab.studies.jobs import plan_jobs
@@ -125,6 +126,11 @@ def test_attention_that_was_measured_on_another_text_is_measured_again(tiny: Pat
     write([inspect(tmp_path / "a", [16], text=tmp_path / "other.txt")], tmp_path / "a" / INSPECTION)
     (job,) = plan_jobs(tmp_path, [recipe], ["a"])
     assert job.status == "waiting"
+    lengths = [recipe.train.length, max(job.lengths)]
+    write([inspect(tmp_path / "a", lengths, tokens=max(lengths))], tmp_path / "a" / INSPECTION)
+    assert plan_jobs(tmp_path, [recipe], ["a"])[0].status == "waiting", "of fewer tokens than a study asks for"
+    write([inspect(tmp_path / "a", lengths)], tmp_path / "a" / INSPECTION)
+    assert plan_jobs(tmp_path, [recipe], ["a"])[0].status == "finished"
     (tmp_path / "a" / INSPECTION / "inspect.json").write_text("{}")  # of another version
     (job,) = plan_jobs(tmp_path, [recipe], ["a"])
     assert job.status == "waiting"
@@ -137,3 +143,25 @@ def test_half_a_line_of_a_worker_that_was_killed_is_no_message() -> None:
     whole = worker.to_line("train", Event(kind="step", run="a", done=1, total=2))
     one = pool.WorkerPool.__new__(pool.WorkerPool)
     assert one._hear(SimpleNamespace(), whole[: len(whole) // 2]) is False
+
+
+@pytest.mark.long
+def test_induction_that_was_measured_otherwise_is_measured_again(tiny: Path, tmp_path: Path) -> None:
+    recipe = load(tiny, ["name=a", "evaluate.also=['induction']"])
+    work(recipe, tmp_path)
+    (job,) = plan_jobs(tmp_path, [recipe], ["a"])
+    assert job.status == "finished"
+    for options in ({"ngram": 2}, {"tokens": max(job.lengths)}):
+        induction(tmp_path / "a", job.lengths, **options)
+        assert plan_jobs(tmp_path, [recipe], ["a"])[0].status == "waiting"
+        work(recipe, tmp_path)
+        assert plan_jobs(tmp_path, [recipe], ["a"])[0].status == "finished"
+
+
+@pytest.mark.long
+def test_the_recipe_of_a_run_says_all_that_was_measured_of_it(tiny: Path, tmp_path: Path) -> None:
+    """Whoever asked for it: results with a run are compared with recipes that want it."""
+    for also in ("[]", "['attention']", "['induction']"):
+        work(load(tiny, ["name=a", f"evaluate.also={also}"]), tmp_path)
+    assert load(tmp_path / "a" / RECIPE).evaluate.also == ["attention", "induction"]
+    assert load_run(tmp_path / "a").status == "complete"

@@ -135,6 +135,8 @@ def _run(plan: Plan, out: Path, console: Console) -> Benchmark:
         seconds=plan.seconds,
         started=datetime.now(UTC),
     )
+    if (out / RESULTS).exists():
+        say(console, f"Note: {out / RESULTS}, an earlier benchmark, is replaced; choose another folder with --out")
     save_benchmark(out, found)  # a folder that cannot be written to is said now, not after an hour
     cells = plan.cells()
     registry = {

@@ -37,7 +37,7 @@ def runs(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path) -> di
     for recipe in plan:
         if (run := there.get(recipe.name)) is None:
             continue
-        if differing := _differing(run.recipe, recipe):
+        if differing := _differing(run.recipe, recipe, run.also):
             what = f"the run {recipe.name} of {place} has another recipe: {', '.join(differing)}"
             same = "".join(f" --set {shlex.quote(override)}" for override in results.overrides)
             given = f"give{same}, which these have (without names of folders), or " if same else ""
@@ -90,13 +90,16 @@ def changes(claim: Claim, scale: Scale, results: Results) -> list[str]:
     return list(found)
 
 
-def _differing(text: str, recipe: Recipe) -> list[str]:
-    """In which keys two recipes differ, names, descriptions and folders left out."""
+def _differing(text: str, recipe: Recipe, held: Sequence[str] = ()) -> list[str]:
+    """In which keys two recipes differ, names, descriptions and folders left out. `held` are words
+    of evaluate.also whose measurements are there, whatever the earlier recipe asked for.
+    """
     now = flat(_compared(without_folders(recipe.to_toml())))
     try:
         before = flat(_compared(text))
     except (tomllib.TOMLDecodeError, ValidationError):
         return ["it is of another version"]
+    before["evaluate.also"] = [*(before.get("evaluate.also") or ()), *held]
     for key in ("evaluate.mechanisms", "evaluate.also"):  # more was measured than is asked for
         if set(now.get(key) or ()) <= set(before.get(key) or ()):
             before[key] = now.get(key)

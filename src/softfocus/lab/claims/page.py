@@ -353,7 +353,8 @@ def _runs(claim: Claim, scale: Scale, results: Results) -> str:
 
 
 def _command(claim: Claim, scale: Scale, results: Results | None = None) -> str:
-    seeds = len({run.info.seed for run in results.runs} if results else ()) or SEEDS
+    # --seeds N is for seeds 0 to N - 1: where some are missing here, they are trained, too
+    seeds = 1 + max(run.info.seed for run in results.runs) if results and results.runs else SEEDS
     sets = "".join(f" --set {shlex.quote(override)}" for override in results.overrides) if results else ""
     return f"softfocus reproduce {claim.name} --scale {scale} --seeds {seeds}{sets}"
 

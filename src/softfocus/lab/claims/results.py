@@ -76,6 +76,12 @@ class Run(Record):
     tasks: Tasks | None = Field(default=None, description="with evaluate.also = ['tasks']")
 
     @property
+    def also(self) -> list[str]:
+        """The words of evaluate.also whose measurements it holds."""
+        held = "attention", "classification", "induction", "passkeys", "tasks"
+        return [word for word in held if getattr(self, word)]
+
+    @property
     def curves(self) -> dict[str, list[tuple[int, float]]]:
         """What was noted over the training: (step, value) by name."""
         losses = {"validation loss": self.info.validation_loss} if self.info.validation_loss else {}

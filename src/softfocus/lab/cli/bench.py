@@ -71,7 +71,13 @@ def bench(
     memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Also peak memory, a process each.")] = True,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FOLDER", show_default="runs/bench-DEVICE", help="For results."),
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FOLDER",
+            show_default="runs/bench-DEVICE, or runs/bench-DEVICE-quick",
+            help="For results.",
+        ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="A minute, to see that everything works; the numbers mean nothing.")
@@ -115,7 +121,7 @@ def bench(
         seconds=default["seconds"] if seconds is None else seconds,
         memory=memory,
     )
-    folder = out or Path("runs") / f"bench-{device}"
+    folder = out or Path("runs") / (f"bench-{device}-quick" if quick else f"bench-{device}")
     found = run(plan, folder, console_beside(json))
     write_json(json, found)
     verdict(found, folder)

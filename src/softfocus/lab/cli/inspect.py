@@ -51,7 +51,7 @@ def inspect(
 
     wanted = [parse(lengths, load_run(run).train_length) for run in runs]
     shown = {"layers": _numbers("--layers", layers), "heads": _numbers("--heads", heads)}
-    from softfocus.lab.inspect.report import show, write
+    from softfocus.lab.inspect.report import say_replaced, show, write
     from softfocus.lab.inspect.run import inspect
 
     with Display("tokens", quiet=quiet) as display:
@@ -61,7 +61,9 @@ def inspect(
             )
             for run, its in zip(runs, wanted, strict=True)
         ]  # fmt: skip
-    result, paths = write(found, out or (runs[0] / INSPECTION if len(runs) == 1 else Path("runs/inspect")))
+    folder = out or (runs[0] / INSPECTION if len(runs) == 1 else Path("runs/inspect"))
+    say_replaced(folder, [one for one, _ in found], console_beside(json))
+    result, paths = write(found, folder)
     write_json(json, result)
     show(result, paths, console_beside(json))
 

@@ -140,7 +140,7 @@ def _samples(
     with Display(parts, quiet=quiet, parts=parts) as display:
         found = evaluate_samples(run, tokens=tokens, batch_tokens=batch_tokens, progress=display)
     if not write_json(json, found):
-        print_table(loss_table(singles([found]), title="Validation loss, nats per prediction, and share of wrong ones"))
+        print_table(loss_table(singles([found])))
 
 
 def recall(

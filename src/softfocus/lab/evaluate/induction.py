@@ -16,7 +16,7 @@ from softfocus.lab.evaluate.forward import losses_of, open_run
 from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.run_folder.files import measures, save_measured, with_rows_so_far
-from softfocus.lab.run_folder.results import Induction, InductionRow, Repeats
+from softfocus.lab.run_folder.results import NGRAM, Induction, InductionRow, Repeats
 
 
 @measures
@@ -24,7 +24,7 @@ def induction(
     folder: Path,
     lengths: Sequence[int],
     *,
-    ngram: int = 4,
+    ngram: int = NGRAM,
     window: int | None = None,
     tokens: int | None = None,
     batch_tokens: int = 4096,

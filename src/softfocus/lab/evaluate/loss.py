@@ -108,7 +108,7 @@ def evaluate(
     for setting in settings:  # all that can be refused is refused before the first pass
         _config(folder, setting, info.train_length, max(lengths))
     store = data.tokens(recipe, folder, info, progress)
-    before = _earlier(folder, info)
+    before = earlier(folder, info)
     windows = EvaluationWindows(store, [*lengths, span], wanted) if span else _windows(store, lengths, wanted, before)
     evaluation = Evaluation(
         **info.named,
@@ -121,13 +121,7 @@ def evaluate(
         crossing=windows.crossing,
         rows=[],
     )
-    if before is not None and before.rows and before.text_key != evaluation.text_key:
-        _log.warning(
-            "%s holds %d losses; they were measured on other text, which follows from the longest length and "
-            "--tokens, and will be replaced",
-            folder / EVALUATION,
-            len(before.rows),
-        )
+    warn_of_other_text(folder, before, evaluation)
     pace = Pace(info.name, len(lengths) * len(settings) * windows.tokens, progress)
     key = _key(folder, recipe, evaluation, batch_tokens, buckets)
     finished = {(row.length, row.setting): row for row in load_unfinished(folder, key)}
@@ -206,7 +200,7 @@ def _changes_nothing(setting: Setting, train_length: int, length: int) -> bool:
     return setting != AS_TRAINED and setting.mechanism is None and not scaled and not hidden
 
 
-def _earlier(folder: Path, info: RunInfo) -> Evaluation | None:
+def earlier(folder: Path, info: RunInfo) -> Evaluation | None:
     """What evaluation.json holds of this training."""
     if not (folder / EVALUATION).exists():
         return None
@@ -224,9 +218,20 @@ def _windows(store: TokenStore, lengths: list[int], tokens: int, before: Evaluat
     """
     if before is not None and before.longest and not any(before.longest % length for length in lengths):
         windows = EvaluationWindows(store, [*lengths, before.longest], tokens)
-        if (store.folder.name, windows.longest, windows.tokens) == before.text_key:
+        if (store.folder.name, windows.longest, windows.tokens, 0.0) == before.text_key:
             return windows
     return EvaluationWindows(store, lengths, tokens)
+
+
+def warn_of_other_text(folder: Path, before: Evaluation | None, evaluation: Evaluation) -> None:
+    """Say that the losses of an earlier evaluation will be lost, where they are of other text."""
+    if before is not None and before.rows and before.text_key != evaluation.text_key:
+        _log.warning(
+            "%s holds %d losses; they were measured on other text, which follows from the longest length and "
+            "--tokens, and will be replaced",
+            folder / EVALUATION,
+            len(before.rows),
+        )
 
 
 def _keep_others(evaluation: Evaluation, before: Evaluation) -> None:

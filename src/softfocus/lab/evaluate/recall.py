@@ -25,10 +25,7 @@ from softfocus.lab.recipes.data import TRAINED_ON
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import RECIPE, load_run, measures, save_measured, with_rows_so_far
-from softfocus.lab.run_folder.results import Answers, Recall, RecallRow, RunInfo
-
-SEQUENCES = 64
-"""How many are measured at each length if nobody says."""
+from softfocus.lab.run_folder.results import SEQUENCES, Answers, Recall, RecallRow, RunInfo
 
 
 @dataclass(frozen=True)
@@ -189,7 +186,8 @@ def _plans(task: Asking, lengths: Sequence[int], train_length: int) -> Iterator[
     """First with more filler, then with more to remember."""
     for grown in (False, True):
         for length in lengths:
-            there = task if not grown else task.grown(length // train_length) if length > train_length else None
+            factor, rest = divmod(length, train_length)
+            there = task if not grown else task.grown(factor) if factor > 1 and not rest else None
             if there is None:
                 continue
             check_length(there, length, remedy="measure {} tokens or more, with --lengths")

@@ -14,6 +14,7 @@ from softfocus.lab import model as models
 from softfocus.lab import objective
 from softfocus.lab.data import of_recipe as data
 from softfocus.lab.errors import LabError
+from softfocus.lab.evaluate.loss import earlier, warn_of_other_text
 from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, Pace, silent
 from softfocus.lab.recipes.loading import load
@@ -78,8 +79,10 @@ def evaluate_samples(
         longest=length,
         asked=recipe.evaluate.tokens,
         documents=len(set(held.documents)),
+        hidden=recipe.data.masked or 0.0,
         rows=rows,
     )
+    warn_of_other_text(folder, earlier(folder, info), evaluation)
     save_measured(folder, evaluation)
     return evaluation
 

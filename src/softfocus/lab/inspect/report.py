@@ -2,6 +2,7 @@
 terminal.
 """
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from softfocus.lab.errors import LabError
 from softfocus.lab.inspect import figure, page
-from softfocus.lab.inspect.results import MAPS_FIGURE, MEASURES_FIGURE, PAGE, RESULTS, Inspection, Inspections
+from softfocus.lab.inspect.results import MAPS_FIGURE, MEASURES_FIGURE, PAGE, RESULTS, Inspection, Inspections, read
 from softfocus.lab.inspect.run import Map
 from softfocus.lab.progress import say
 from softfocus.lab.report.points import mechanism_name
@@ -39,6 +41,16 @@ def write(found: Sequence[tuple[Inspection, Sequence[Map]]], folder: Path) -> tu
     figure.save_maps(list(zip(labels, result.runs, maps, strict=True)), paths[2], title)
     figure.save_measures(list(zip(labels, result.runs, strict=True)), paths[3], title)
     return result, paths
+
+
+def say_replaced(folder: Path, found: Sequence[Inspection], console: Console) -> None:
+    """Say which runs an earlier inspect.json of the folder holds and this one will not."""
+    with contextlib.suppress(LabError):
+        if (folder / RESULTS).exists():
+            lost = [one.run for one in read(folder / RESULTS).runs if one.run not in {there.run for there in found}]
+            if lost:
+                what = f"{folder / RESULTS} and its page are replaced. They also held {', '.join(lost)}"
+                say(console, f"Note: {what}; choose another folder with --out", wrap=True)
 
 
 def show(found: Inspections, paths: Sequence[Path], console: Console) -> None:

@@ -10,6 +10,8 @@ from softfocus.lab.run_folder.results import Record
 
 VALIDATION_TEXT = "validation text"
 """The text of an inspection that was given no file."""
+TOKENS = 16384
+"""How many an inspection reads at each length unless others are asked for."""
 RESULTS = "inspect.json"
 PAGE = "inspect.html"
 MEASURES_FIGURE = "measures.png"
@@ -80,10 +82,17 @@ class Inspection(Record):
     train_length: int
     seed: int = Field(description="the training seed")
     commit: str = Field(description="of the training")
+    token: str = Field(default="", description="the run's; early results lack it")
+    asked: int = Field(default=0, description="tokens that were asked for at each length; 0 in early results")
     text: str = Field(description="what was read: VALIDATION_TEXT, or the name of a file")
     heads: list[Heads]
     lengths: list[Length]
     rows: list[Row]
+
+    @property
+    def read(self) -> int:
+        """Tokens that were asked for at each length, or, in early results, that were read."""
+        return self.asked or max(one.windows * one.length for one in self.lengths)
 
     def row(self, length: int, layer: int | None = None, head: int | None = None) -> Row:
         """One row."""

@@ -25,7 +25,7 @@ from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.evaluate.forward import open_run
 from softfocus.lab.evaluate.means import ClusteredMeans
 from softfocus.lab.inspect.measure import MEASURES, measures, picture
-from softfocus.lab.inspect.results import VALIDATION_TEXT, Heads, Inspection, Learned, Length, Row, Value
+from softfocus.lab.inspect.results import TOKENS, VALIDATION_TEXT, Heads, Inspection, Learned, Length, Row, Value
 from softfocus.lab.progress import Listener, Pace, silent
 from softfocus.lab.run_folder.results import RunInfo
 from softfocus.row_weights import blocks
@@ -60,7 +60,7 @@ def inspect(
     text: Path | None = None,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
-    tokens: int = 16384,
+    tokens: int = TOKENS,
     batch_tokens: int = 4096,
     progress: Listener = silent,
 ) -> tuple[Inspection, list[Map]]:
@@ -112,6 +112,8 @@ def inspect(
         train_length=info.train_length,
         seed=info.seed,
         commit=info.commit,
+        token=info.token,
+        asked=tokens,
         text=VALIDATION_TEXT if text is None else text.name,
         heads=look.heads,
         lengths=[look.about(length) for length in lengths],

@@ -111,6 +111,10 @@ class DataTable(Table):
             raise ValueError(f"{what}: give one of {', '.join(kinds)}")
         if self.masked is not None and given != ["source"]:
             raise ValueError("masked: tokens of a text are hidden, and there is no text; leave it out")
+        if self.max_documents is not None and given != ["source"]:
+            raise ValueError("max_documents: documents are counted in texts, and there is no text; leave it out")
+        if self.validation_source is not None and self.source is None:
+            raise ValueError("validation_source: what is generated has its own held-out part; leave it out")
         return self
 
     @property

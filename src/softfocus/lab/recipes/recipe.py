@@ -284,6 +284,8 @@ class Recipe(Table):
         asked = {"train.validations": self.train.validations, "evaluate.also": self.evaluate.also}
         if self.data.kind != "text" and (given := [key for key, value in asked.items() if value]):
             raise ValueError(f"{given[0]}: a recipe of another kind than text has no text held out; leave it out")
+        if self.data.kind == "task" and self.evaluate.mechanisms:
+            raise ValueError("evaluate.mechanisms: a generated task is measured as trained alone; leave them out")
         return self
 
     @model_validator(mode="after")

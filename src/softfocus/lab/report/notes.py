@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from softfocus.lab.report.points import Axis, Group, best, column_name, shared_columns, tokenizers_may_differ
 from softfocus.lab.report.results import Entry, Report, grouped
-from softfocus.lab.run_folder.results import Evaluation
+from softfocus.lab.run_folder.results import WRONG, Evaluation
 
 
 def provenance(report: Report) -> str:
@@ -109,7 +109,12 @@ def _text_notes(entries: Sequence[Entry]) -> list[str]:
     found = []
     texts = {entry.evaluation.text_key: entry.evaluation for entry in entries}
     for one in texts.values():
-        if one.documents:
+        if wrong := next((row for row in one.rows if row.setting == WRONG), None):
+            found.append(
+                f"Measured{_of(one, entries)} on {wrong.tokens:,} predictions in {one.documents:,} held-out documents, "
+                "images or speakers."
+            )
+        elif one.documents:
             found.append(
                 f"Evaluated on {one.tokens:,} validation tokens{_of(one, entries)}: spans of {one.longest:,}, "
                 f"at random places in {one.documents:,} documents, cut into windows of each length."

@@ -242,6 +242,12 @@ def _row(evaluation: Evaluation, column: float, setting: str, axis: Axis) -> Row
     return None
 
 
+def quantity(groups: Iterable[Group]) -> str:
+    """What a table of losses holds."""
+    predicted = any(row.setting == WRONG for group in groups for one in group.evaluations for row in one.rows)
+    return "nats per prediction, and share of wrong ones" if predicted else "nats per token"
+
+
 def best(group: Group, column: float, axis: Axis = "multiple") -> Cell | None:
     """The losses of a group at a place on the axis with its best setting; a diverged loss comes
     last.

@@ -14,6 +14,7 @@ from softfocus.lab.report.points import (
     cell,
     column_name,
     columns,
+    quantity,
     settings,
     shared_columns,
     tokens_at,
@@ -28,7 +29,7 @@ def loss_table(
     *,
     planned: Sequence[float] | None = None,
     axis: Axis = "multiple",
-    title: str | None = "Validation loss, nats per token",
+    title: str | None = "Validation loss, {}",
 ) -> Table:
     """Losses over length: one line a group of runs and setting, the lowest loss of each column in
     bold.
@@ -39,7 +40,7 @@ def loss_table(
             Without it the table is final, and a length at which a run was not evaluated shows as
             "–".
         axis: what lengths are counted in.
-        title: above the table.
+        title: above the table; {} is what its numbers are.
 
     Returns:
         A table of means over the runs of each group, with their standard deviation below where
@@ -51,7 +52,7 @@ def loss_table(
     last = ends[-1] if ends else None
     blank = ABSENT if planned is None else PENDING
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    table = Table(title=title and title.format(quantity(groups)), title_justify="left", box=box.SIMPLE)
     table.add_column("setting")
     table.add_column("model")
     for column in across:

@@ -99,7 +99,7 @@ def load_run(folder: Path, *, complete: bool = True) -> RunInfo:
         info = read_json(folder / RUN, RunInfo, missing, _TRAIN, damaged)  # it may just have finished
         if info.status == "running":
             info.status, info.error = "interrupted", GONE
-    for part, token in ((RECIPE, _recipe_token(folder)), (MODEL, token_of(folder / MODEL))):
+    for part, token in ((RECIPE, recipe_token(folder)), (MODEL, token_of(folder / MODEL))):
         if token not in (None, info.token):
             raise LabError(
                 f"{folder} holds parts of two trainings: its {part} is not of the run that {RUN} tells of",
@@ -139,7 +139,7 @@ _TOKEN_LINE = "# Resolved. Of the run "
 _TRAIN = "train one with `softfocus train RECIPE --out FOLDER`"
 
 
-def _recipe_token(folder: Path) -> str | None:
+def recipe_token(folder: Path) -> str | None:
     """The token in recipe.toml, "" where early runs have none; None where there is no recipe."""
     with suppress(OSError):  # whoever needs the recipe says what is wrong with it
         first = (folder / RECIPE).read_text(encoding="utf-8", errors="replace").partition("\n")[0]

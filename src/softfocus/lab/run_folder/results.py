@@ -231,8 +231,8 @@ class Measurement(Record):
 class Evaluation(Measurement):
     """Loss over length of one run, on the same validation tokens at every length.
 
-    What is measured follows from corpus_key, longest and tokens: evaluations that agree in them
-    read the same text.
+    What is measured follows from corpus_key, longest, tokens and hidden: evaluations that agree in
+    them read the same text.
     """
 
     vocabulary: int
@@ -245,14 +245,17 @@ class Evaluation(Measurement):
     )
     documents: int = Field(default=0, description="how many documents the spans start in")
     crossing: int = Field(default=0, description="how many of the spans cross the end of a document")
+    hidden: float = Field(
+        default=0.0, description="share of the tokens that were hidden and predicted; early results of BERTs lack it"
+    )
     rows: list[Row]
 
     @property
-    def text_key(self) -> tuple[str, int, int]:
+    def text_key(self) -> tuple[str, int, int, float]:
         """What decides which tokens are predicted: equal where two evaluations read the same
         text.
         """
-        return self.corpus_key, self.longest, self.tokens
+        return self.corpus_key, self.longest, self.tokens, self.hidden
 
     def row(self, length: int, setting: Setting = AS_TRAINED) -> Row | None:
         """The row at a length, or None if it was not evaluated."""
@@ -331,6 +334,10 @@ class RecallRow(Record):
         return *self.place, self.sequences
 
 
+SEQUENCES = 64
+"""How many of a task are asked at each length unless others are asked for."""
+
+
 class Recall(Measurement):
     """Recall over length of one run, on the same sequences for all runs of one task."""
 
@@ -365,6 +372,10 @@ class InductionRow(Record):
     length: int
     window: int | None = Field(description="keys that every attention saw, itself included; None for all")
     by_distance: list[Repeats]
+
+
+NGRAM = 4
+"""Tokens of a repeat, the predicted one included, unless others are asked for."""
 
 
 class Induction(Measurement):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from softfocus.lab.errors import LabError
-from softfocus.lab.inspect.results import RESULTS, VALIDATION_TEXT, read
+from softfocus.lab.inspect.results import RESULTS, TOKENS, VALIDATION_TEXT, read
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes.lengths import parse
 from softfocus.lab.recipes.loading import differences, flat, load
@@ -23,7 +23,7 @@ from softfocus.lab.run_folder.files import (
     load_measured,
     load_run,
 )
-from softfocus.lab.run_folder.results import Evaluation, Induction, Recall
+from softfocus.lab.run_folder.results import NGRAM, SEQUENCES, Evaluation, Induction, Recall, RunInfo
 from softfocus.lab.studies.worker import passkey_lengths, possible_settings
 
 LOGS = "logs"
@@ -121,8 +121,8 @@ def plan_jobs(folder: Path, recipes: Sequence[Recipe], labels: Sequence[str], *,
     for job in jobs:
         if not overwrite and _is_finished(job):
             job.status = "finished"
-        elif not overwrite:
-            look_for_divergence(job)
+        elif not overwrite and (diverged := divergence(job.folder)):
+            job.status, job.error = "diverged", diverged.error or ""
         job.trained = not overwrite and _is_trained(job)
     return jobs
 
@@ -215,21 +215,31 @@ def _is_evaluated(job: Job, tokens: int) -> bool:
 def _is_measured(job: Job, kind: str) -> bool:
     """Whether what else a study measures of a text, a word of `evaluate.also`, is there."""
     if kind == "attention":
-        runs, wanted = read(job.folder / INSPECTION / RESULTS).runs, {job.recipe.train.length, max(job.lengths)}
-        return any(run.text == VALIDATION_TEXT and wanted <= {row.length for row in run.rows} for run in runs)
+        wanted, token = {job.recipe.train.length, max(job.lengths)}, load_run(job.folder).token
+        return any(
+            (run.text, run.read) == (VALIDATION_TEXT, TOKENS)
+            and run.token in ("", token)
+            and wanted <= {row.length for row in run.rows}
+            for run in read(job.folder / INSPECTION / RESULTS).runs
+        )
     if kind == "induction":
-        return set(job.lengths) <= {row.length for row in load_measured(job.folder, Induction).rows if not row.window}
+        found = load_measured(job.folder, Induction)
+        as_asked = (
+            found.ngram == NGRAM and (found.corpus_key, found.longest, found.tokens) == job.evaluation.text_key[:3]
+        )
+        return as_asked and set(job.lengths) <= {row.length for row in found.rows if not row.window}
     if kind == "passkeys":
-        wanted = set(passkey_lengths(job.recipe, job.lengths))
-        return wanted <= {row.length for row in load_measured(job.folder, Recall).rows if not row.window}
+        rows = [row for row in load_measured(job.folder, Recall).rows if not row.window and row.sequences >= SEQUENCES]
+        return set(passkey_lengths(job.recipe, job.lengths)) <= {row.length for row in rows}
     # Induction and recall are written row by row, these when all is measured
     return (job.folder / {"classification": CLASSIFICATION, "tasks": TASKS}[kind]).exists()
 
 
-def look_for_divergence(job: Job) -> None:
-    """A training that has diverged does so again, so it is not repeated; the job says why."""
-    if (job.folder / RUN).exists():
-        with suppress(LabError):  # whoever trains there says what is wrong with the folder
-            info = load_run(job.folder, complete=False)
-            if info.status == "diverged":
-                job.status, job.error = "diverged", info.error or ""
+def divergence(folder: Path) -> RunInfo | None:
+    """What a training says that has diverged, else None. It would do so again, so that it is not
+    repeated.
+    """
+    with suppress(LabError):  # whoever trains there says what is wrong with the folder
+        if (folder / RUN).exists() and (info := load_run(folder, complete=False)).status == "diverged":
+            return info
+    return None

@@ -17,6 +17,7 @@ from softfocus.lab.recipes.data import TRAINED_ON, Table
 from softfocus.lab.recipes.loading import LAB, derive, merged, shipped_in
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import Comparison, compare
+from softfocus.lab.report.points import without_seed
 from softfocus.lab.run_folder.disk import check_room, size_text, writing
 from softfocus.lab.run_folder.owner import refuse_in_use
 from softfocus.lab.run_folder.provenance import cores
@@ -107,9 +108,9 @@ def recipes(
     if unknown := [name for name in rows or () if name not in study.rows]:
         known = f"the study's rows are {', '.join(study.rows)}"
         raise UsageError(f"--rows: there is no row {unknown[0]!r}", did_you_mean(unknown[0], study.rows, known))
-    found = []
+    found: list[Recipe] = []
     for seed in seeds or study.seeds:
-        of_seed: list[Recipe] = []
+        of_seed: dict[object, Recipe] = {}
         for name in study.rows:
             if rows is not None and name not in rows:
                 continue
@@ -123,13 +124,13 @@ def recipes(
             if (recipe.name, recipe.train.seed) != (f"{name}-s{seed}", seed):
                 what = "--set changes the name or the seed, which each run has of its own"
                 raise UsageError(what, "choose seeds with --seeds")
-            # Reports take runs that differ by name alone for further seeds of one row
-            for other in of_seed:
-                if recipe == other.model_copy(update={"name": recipe.name}):
-                    what = f"{other.name} and {recipe.name} are the same training"
-                    raise LabError(what, "leave one of the rows out with --rows, or set what they differ in")
-            of_seed.append(recipe)
-        found += of_seed
+            # Reports would take such runs for further seeds of one row
+            if other := of_seed.get(key := without_seed(recipe.to_toml())):
+                what = f"{other.name} and {recipe.name} are the same training"
+                remedy = "leave one of the rows out with --rows, or change how they train"
+                raise LabError(what, f"{remedy}; one run can have all that is measured (evaluate.*)")
+            of_seed[key] = recipe
+        found += of_seed.values()
     if len(kinds := {recipe.data.kind for recipe in found}) > 1:
         what = " and some on ".join(TRAINED_ON[kind] for kind in sorted(kinds, reverse=True))
         raise LabError(f"some rows are trained on {what}", "make a study of each")

@@ -33,6 +33,7 @@ from softfocus.lab.run_folder.files import (
     TENSORBOARD,
     UNFINISHED,
     load_run,
+    recipe_token,
     refuse_file,
     save_run,
     to_resume,
@@ -166,7 +167,8 @@ def _train(
 
 def _refuse_foreign(folder: Path) -> None:
     refuse_file(folder)
-    if not folder.is_dir() or (folder / RUN).exists() or (folder / RECIPE).exists():
+    # A recipe that somebody wrote by hand has no token, and what lies beside it is not the lab's
+    if not folder.is_dir() or (folder / RUN).exists() or recipe_token(folder):
         return
     # What is hidden may be the lab's own, left by a process that was killed before it had a corpus
     if any(not path.name.startswith(".") for path in folder.iterdir()):
