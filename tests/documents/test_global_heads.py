@@ -235,7 +235,8 @@ def on_a_bpe() -> dict[str, Group]:
     """1.3 M parameters, 1,100 steps at 4e-3 from initial weights of 0.02, where the name says no
     other.
     """
-    swept, others = by_row("learning-rates-bpe"), ("softmax-4", "all-softmax-nope-4", "all-softmax-nope-start")
+    swept = by_row("learning-rates-bpe")
+    others = "softmax-4", "softmax-4-pair-head", "all-softmax-nope-4", "all-softmax-nope-start", *BPE_OTHER_HEADS
     return by_label("layouts-bpe-tuned", "bpe") | {row: swept[row] for row in (*BPE_HEADS, *others) if row in swept}
 
 
@@ -246,10 +247,14 @@ BPE_HEADS = {
 }
 
 
+BPE_OTHER_HEADS = "heads-softmax", "heads-lssar"  # in the two global heads, from 0.09 at 8e-3
+
+
 def other_sizes() -> str:
     by = on_a_bpe()
     rivals = {
         "Softmax": "Softmax", "softmax-4": "the same, from 0.04",
+        "softmax-4-pair-head": "Softmax with a pair head, from 0.04",
         "local-softmax": "softmax, every other layer local",
         "laser-lssa-local": "LASER over LSSA, every other layer local",
         "all-softmax-nope": "softmax in every head of the layout",
@@ -270,6 +275,17 @@ BPE_STARTS = {
     ("Softmax", "0.04"): ("softmax-4-half", "softmax-4", "softmax-4-twice", None),
     ("Softmax", "0.0625"): ("softmax-6-half", "softmax-6", None, None),
     ("Softmax", "0.09"): ("softmax-start-half", "bpe-demo-start/softmax", "softmax-start-twice", None),
+    ("Softmax with a pair head", "0.04"): (
+        "other-rates-bpe/2e-3/softmax-4-pair-head", "softmax-4-pair-head",
+        "other-rates-bpe/8e-3/softmax-4-pair-head", None,
+    ),
+    ("softmax, every other layer local", "0.02"): (
+        "local-softmax-half", "bpe/local-softmax", "local-softmax-twice", None,
+    ),
+    ("softmax, every other layer local", "0.04"): (
+        "other-rates-bpe/2e-3/local-softmax-4", "local-softmax-4", "other-rates-bpe/8e-3/local-softmax-4", None,
+    ),
+    ("`demo-hybrid`", "0.02"): ("lssa-hybrid-half", "bpe/lssa-hybrid", "lssa-hybrid-twice", None),
     ("LASER over LSSA, every other layer local", "0.02"): (
         "laser-lssa-local-half", "bpe/laser-lssa-local", "laser-lssa-local-twice", None,
     ),
@@ -287,6 +303,8 @@ BPE_STARTS = {
     ("global heads", "0.09"): (
         "global-heads-start-half", "global-heads-start", "global-heads-start-twice", "global-heads-start-four-times",
     ),
+    ("the same with softmax in the global heads", "0.09"): (None, None, "heads-softmax", None),
+    ("the same with LSSAR there, p annealed to 31", "0.09"): (None, None, "heads-lssar", None),
 }  # fmt: skip
 """Rows by model and initial weights, at 2e-3, 4e-3, 8e-3 and 16e-3. They are of
 `learning-rates-bpe` where no other study is named.
@@ -298,9 +316,7 @@ def bpe_losses() -> dict[tuple[str, str], list[float | None]]:
     found = {}
     for key, rows in BPE_STARTS.items():
         places = [row if row is None or "/" in row else f"learning-rates-bpe/{row}" for row in rows]
-        found[key] = [
-            None if place is None else loss(place.split("/")[0], f"{place.split('/')[1]}-s0") for place in places
-        ]
+        found[key] = [None if place is None else loss(*(f"{place}-s0".rsplit("/", 1))) for place in places]
     return found
 
 
@@ -310,6 +326,29 @@ def bpe_starts() -> str:
         for (model, start), losses in bpe_losses().items()
     )
     return table(["loss at 1x, seed 0", "initial weights", "2e-3", "4e-3", "8e-3", "16e-3"], rows)
+
+
+def test_what_is_said_of_a_pair_head_and_of_other_global_heads_on_a_bpe_is_measured():
+    by, ours, pair = on_a_bpe(), "global-heads-start-twice", "softmax-4-pair-head"
+    assert len(by[pair].evaluations) == 3
+    level = beside(by, pair, "softmax-4", HERE, HERE)
+    assert not level.sure
+    difference = said(level).removesuffix(", inconclusive")
+    assert f"is level with Softmax from there: the difference is {difference} at the training" in TEXT
+    for rates in (bpe_losses()["Softmax with a pair head", "0.04"], bpe_losses()["`demo-hybrid`", "0.02"]):
+        assert min(one for one in rates if one is not None) == rates[1], "4e-3 is the best of three"
+    below = [beside(by, ours, pair, *at) for at in ((HERE, HERE), (FAR, WINDOWED))]
+    assert not any(one.sure for one in below)
+    here, far = (shown(one).removeprefix("-") for one in below)
+    assert f"below it with each of three seeds, by {here} and, at 16 times the length, by {far}, both" in TEXT
+    for at, its in ((HERE, HERE), (FAR, WINDOWED)):
+        theirs = cell(by[pair], *its).values
+        assert all(a < b for a, b in zip(cell(by[ours], *at).values, theirs, strict=False))
+    for row in BPE_OTHER_HEADS:
+        higher = [beside(by, row, ours, at, at) for at in (HERE, FAR)]
+        assert higher[0].sure
+        said_of = "{} at the training length and by {}".format(*(shown(one).removeprefix("+") for one in higher))
+        assert said_of in TEXT, row
 
 
 BPE = {

@@ -50,10 +50,7 @@ from softfocus.backends.triton.tuning import next_power_of_two
 from softfocus.contract import LEAVES, Call, pack
 
 TILES_PER_SPLIT = 4  # unmeasured
-"""There are at most as many splits as the key length has tiles, divided by this. A split may have
-fewer tiles, or none: tiles are divided evenly, rounded up, and a window or a short sequence hides
-some.
-"""
+"""At most one split for so many tiles of the key length. Its tiles may be fewer, masked or none."""
 ELEMENTS_AT_ONCE = 4096  # unmeasured
 """Elements whose norms or exponentials one program computes."""
 ALIGNED = 16
