@@ -51,12 +51,27 @@ def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     # Traced and exported graphs call the operator without ``refuse_tangents``
     if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
         _refuse_duals(*(x for x in leaves if isinstance(x, Tensor)))
-    return _forward(unpack(leaves), backend)
+    call = unpack(leaves)
+    _refuse_unfit(call, backend)
+    return _forward(call, backend)
+
+
+def _refuse_unfit(call: Call, backend: str) -> None:
+    """Refuse the dtypes and devices of which the backend's kernels know nothing. A compiled call
+    chooses a backend anew for them; an exported graph has the name of the one that was chosen.
+    """
+    carries, query = _load(backend).CARRIES, call.query
+    if query.dtype not in carries.dtypes or not {query.device.type, "any"} & set(carries.devices):
+        raise ValueError(
+            f"softfocus: the backend {backend!r} was chosen when the graph was made, and {carries.lacks(call)}; export "
+            "it again from inputs like these, or with backend='tiled'"
+        )
 
 
 def _attend_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *leaves, backend, bias_grad, out, rows = arguments
     call = unpack(leaves)
+    _refuse_unfit(call, backend)
     kept = () if rows is None else (out, rows)
     backward = _load(backend).backward
     assert backward is not None, backend
@@ -289,7 +304,7 @@ def _imported(backend: str) -> Backend:
 
 
 def saved_vectors_of(call: Call, backend: str) -> int:
-    """The number of row vectors that a backend's backward needs from its forward, in addition to
+    """The number of saved vectors that a backend's backward needs from its forward, in addition to
     ``out``. 0 if it needs neither.
     """
     kept = _load(backend).saved_vector_count
@@ -301,7 +316,7 @@ def _empty_out(call: Call) -> Tensor:
 
 
 def _empty_rows(call: Call, backend: str) -> Tensor:
-    """The row vectors of a call, empty. A call with a cache has no backward, and so it has none."""
+    """The saved vectors of a call, empty. A call with a cache has no backward, and so none."""
     query, vectors = call.query, 0 if call.cache else saved_vectors_of(call, backend) or 4
     return query.new_empty(vectors, *query.shape[:3], dtype=compute_dtype(query.dtype))
 

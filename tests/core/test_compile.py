@@ -360,3 +360,19 @@ def test_no_comprehension_assigns(room):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, comprehensions):
                 assert not any(isinstance(x, ast.NamedExpr) for x in ast.walk(node)), f"{path.name}:{node.lineno}"
+
+
+def test_an_exported_graph_refuses_what_its_backend_does_not_take():
+    """It has the name of the backend that was chosen for what it was exported from."""
+
+    class Once(torch.nn.Module):
+        def forward(self, x):
+            return softfocus.attention(x, x, x, is_causal=True, mechanism="lssar", backend="cpu")
+
+    x = torch.randn(1, 2, 6, 8)
+    graph = torch.export.export(Once(), (x,)).module()
+    torch.testing.assert_close(graph(x), Once()(x))
+    with pytest.raises(
+        ValueError, match=r"backend 'cpu' was chosen when the graph was made, and torch\.float64 is not"
+    ):
+        graph(x.double())

@@ -130,3 +130,24 @@ def test_the_callback_anneals_the_power(tmp_path):
     rows = [{"input_ids": ids, "labels": ids}] * 16
     Trainer(model, arguments, train_dataset=rows, callbacks=[scope["callback"], Watch()]).train()
     assert powers == pytest.approx([1 + 14 * min(1, step / 6) for step in range(10)])
+
+
+def test_the_best_weights_run_under_their_own_power(tmp_path):
+    """Trainer's load_best_model_at_end restores weights, and the power is in the config."""
+    code = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "class Annealing" in block)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, vocab_size=64, max_position_embeddings=64))
+    softfocus.hf.use(model, "lssar")
+    scope = {"softfocus": softfocus, "model": model}
+    exec(code, scope)
+    ids = torch.arange(16)
+    often = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=4, report_to=[], use_cpu=True, learning_rate=3.0, load_best_model_at_end=True, **often
+    )
+    rows = [{"input_ids": ids, "labels": ids.flip(0)}] * 4
+    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[scope["callback"]])
+    trainer.train()
+    best = GPTNeoXForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
+    assert softfocus.hf.layout_of(model) == softfocus.hf.layout_of(best)
+    assert softfocus.hf.layout_of(best).layer(0)[0].mechanism.power < 15, "not that of the last step"

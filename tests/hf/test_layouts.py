@@ -10,6 +10,7 @@ import json
 import math
 import pickle
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,6 +36,8 @@ from transformers import (
     LlavaConfig,
     ModernBertConfig,
     ModernBertForMaskedLM,
+    OPTConfig,
+    OPTForCausalLM,
     PaliGemmaConfig,
     PaliGemmaForConditionalGeneration,
     Qwen2Config,
@@ -838,6 +841,64 @@ def test_assign_moves_nothing_that_was_learned_to_other_heads(build):
     windowed = [{**ssmax, "heads": 1, "window": 3}, {**ssmax, "heads": 1}, lssar]
     softfocus.hf.assign(model, {"0": windowed, "1": [{**ssmax, "window": 3}, ssmax]})  # the same heads learn the same
     assert model.model.layers[0].self_attn.softfocus_head_scale is first
+
+
+def test_assign_refuses_a_power_that_heads_learn(build):
+    """The learned one takes its place: annealing it would do nothing."""
+    model = softfocus.hf.use(build("llama"), "lssar", power=15.0)
+    before = softfocus.hf.layout_of(model)
+
+    def with_power(group):
+        return replace(group, mechanism=group.mechanism.replace(power=1.0))
+
+    for target in (model, model.config):
+        with pytest.raises(ValueError, match="assign: in layer 0 heads learn their power, which takes the place"):
+            softfocus.hf.assign(target, before.map(with_power))
+    assert softfocus.hf.layout_of(model) == before
+    softfocus.hf.assign(model, before.map(lambda group: replace(group, window=5)))
+    assert softfocus.hf.layout_of(model) != before
+
+
+def test_what_is_learned_outlives_an_empty_shard(build):
+    """Between two forward passes DeepSpeed's ZeRO-3 leaves a parameter without elements."""
+    model = softfocus.hf.use(build("llama"), "lssar", head_scale=1.0)
+    attention = model.model.layers[0].self_attn
+    learned = attention.softfocus_head_scale
+    learned.ds_shape, learned.data = learned.shape, torch.empty(0)
+    softfocus.hf.assign(model, softfocus.hf.layout_of(model))
+    assert attention.softfocus_head_scale is learned
+
+
+def test_layers_of_two_attention_modules_are_refused_however_a_layout_comes_in():
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, vocab_size=64, add_cross_attention=True)
+    layout, says = {"0": "softmax", "1": "lssar"}, "layout: it needs one attention module a layer, .* numbered"
+    model = GPT2LMHeadModel(copy.deepcopy(config))
+    with pytest.raises(ValueError, match=says):
+        softfocus.hf.use(model, layout)
+    softfocus.hf.use(model, "lssar")
+    with pytest.raises(ValueError, match=says):
+        softfocus.hf.assign(model, layout)
+    assert str(softfocus.hf.layout_of(model)) == "lssar"
+    softfocus.hf.use(config, layout)
+    with pytest.raises(ValueError, match=says):
+        GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize("scale", ["1", "log(d)"])
+def test_a_factor_of_a_mechanisms_own_replaces_that_of_the_query(scale):
+    """OPT multiplies its queries by 1/sqrt(d)."""
+    config = OPTConfig(
+        vocab_size=61, hidden_size=32, ffn_dim=64, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=32
+    )
+    model, calls, queries = OPTForCausalLM(config).eval(), [], []
+    softfocus.hf.use(model, softfocus.Mechanism(scale=scale))
+    model.model.decoder.layers[0].self_attn.q_proj.register_forward_hook(lambda *given: queries.append(given[2]))
+    with softfocus.hf.watch(calls.append), torch.no_grad():
+        model(torch.arange(1, 13)[None])
+    scores = queries[0].view(1, 12, 2, 16).transpose(1, 2) @ calls[0].key.mT * {"1": 1.0, "log(d)": math.log(16)}[scale]
+    hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)
+    weights = softfocus.weights(calls[0].query, calls[0].key, **calls[0].arguments)
+    torch.testing.assert_close(weights, scores.masked_fill(hidden, -torch.inf).softmax(-1))
 
 
 def test_parameters_belong_to_the_heads_that_learn_them(build, tokens, tmp_path):

@@ -129,7 +129,7 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
     if any(group.mechanism.counts_keys for group in layout.groups()):
         _refusals.warn_of_keys_that_count(target)
     if layout.layers is not None:
-        _refusals.refuse_other_layers(modules, layout)
+        _learned.refuse_other_layers(modules, layout)
     _sharing.separate(target)
     with _as_it_was_after_an_error(target):
         for module in modules:

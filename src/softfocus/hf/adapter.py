@@ -17,7 +17,7 @@ from softfocus.hf.masks import EAGER, expected_by
 from softfocus.hf.rotary import at_first_window
 from softfocus.hf.watch import Call, listeners
 from softfocus.layout import Heads, Layer
-from softfocus.mechanism import default_scale
+from softfocus.mechanism import Mechanism, default_scale
 from softfocus.visibility import document_ids_from_lengths
 
 UNKNOWN_POSITIONS = (
@@ -156,6 +156,18 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _scale(module: nn.Module, mechanism: Mechanism, scaling: float | None, head_dim: int) -> float | None:
+    """The factor of the scores: the model's in place of 1/sqrt(d), None for the mechanism's own."""
+    if mechanism.scale == "1/sqrt(d)":
+        return scaling
+    # OPT, Whisper and others multiply the query (or query and key) by 1/sqrt(d) themselves. Cosines
+    # do not see that
+    applied = scaling == 1.0 and isinstance(own := getattr(module, "scaling", None), float) and own != 1.0
+    if applied and mechanism.similarity == "dot":
+        return default_scale(mechanism, head_dim) * math.sqrt(head_dim)
+    return None
+
+
 def _attend(
     module: nn.Module,
     group: Heads,
@@ -173,7 +185,7 @@ def _attend(
     **others: Any,
 ) -> Tensor:
     """One group of heads. query, key and value are views of the module's."""
-    scale = scaling if group.mechanism.scale == "1/sqrt(d)" else None
+    scale = _scale(module, group.mechanism, scaling, query.shape[-1])
     if group.sinks:
         if others["document_ids"] is not None:
             raise ValueError(

@@ -128,7 +128,7 @@ def equip(module: nn.Module) -> None:
         initial = _initial(module, layer, argument)
         if initial is None:
             module._parameters.pop(name, None)
-        elif (there := module._parameters.get(name)) is None or there.shape != initial.shape:
+        elif (there := module._parameters.get(name)) is None or _shape(there) != initial.shape:
             weight = weight_of(module)
             # DiffLlama's first weight is made by torch.normal, on the CPU under a meta device, too
             device = initial.device if initial.is_meta else weight.device
@@ -136,13 +136,50 @@ def equip(module: nn.Module) -> None:
     rotary.install(module, layer)
 
 
+def _shape(parameter: Tensor) -> torch.Size:
+    """Of the whole parameter: between two forward passes DeepSpeed's ZeRO-3 leaves an empty one."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
 def equip_all(model: nn.Module) -> None:
     """:func:`equip` every attention module of a model, and its rotary embeddings."""
     places = {module: name for name, module in model.named_modules()}
+    _refuse_layers_of_no_module(model)
     for module in attention_modules(model):
         equip(module)
         module._softfocus_crosses = _crosses(module, places[module])  # type: ignore[assignment]
     rotary.add_bases(model)
+
+
+def refuse_other_layers(modules: list[nn.Module], layout: Layout) -> None:
+    """A layout finds its layers by number. Layers without a module that dispatches, as a hybrid's
+    linear attention, are left out.
+    """
+    numbers = [getattr(module, "layer_idx", None) for module in modules]
+    if len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(len(layout.layers or ()))):
+        kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
+        if set(numbers) == {None}:
+            raise ValueError(
+                f"layout: the model's attention modules ({kinds}) have no layer_idx, by which a layout finds its "
+                "layers; most decoders have it. Give one mechanism for all layers"
+            )
+        raise ValueError(
+            f"layout: it needs one attention module a layer, numbered as layer_idx from 0; "
+            f"the model's ({kinds}) are numbered {numbers}"
+        )
+
+
+def _refuse_layers_of_no_module(model: nn.Module) -> None:
+    """:func:`refuse_other_layers` in what shares a config. Where a config was given a layout before
+    its model was built or loaded, nothing else says it.
+    """
+    found: dict[int, list[nn.Module]] = {}
+    for module in attention_modules(model):
+        found.setdefault(id(module.config), []).append(module)
+    for modules in found.values():
+        layout = layout_of(modules[0].config)
+        if layout is not None and layout.layers is not None:
+            refuse_other_layers(modules, layout)
 
 
 def _crosses(module: nn.Module, place: str) -> bool:
@@ -178,12 +215,22 @@ def refuse_other_learners(before: Layout | None, after: Layout) -> None:
                     f"learn {argument} with {kind_text(new, learned=True)}; keep the heads that learn, or call "
                     "softfocus.hf.use(), which starts anew"
                 )
+        if (now := _replaced_powers(old)) != (then := _replaced_powers(new)):
+            raise ValueError(
+                f"assign: in layer {number} heads learn their power, which takes the place of the mechanism's: it was "
+                f"{now} and cannot become {then}; write the one that was, or call softfocus.hf.use(), which starts anew"
+            )
 
 
 def _learners(layer: Layer, argument: str) -> list[bool]:
     """Which heads learn an argument: one value for each, or one for all of them."""
     learners = [argument in group.learned for group in layer for _ in range(group.heads or 1)]
     return learners if len(set(learners)) > 1 else learners[:1]
+
+
+def _replaced_powers(layer: Layer) -> list[float]:
+    """The mechanisms' own powers in the groups that learn one."""
+    return sorted({group.mechanism.power or 0.0 for group in layer if "power" in group.learned})
 
 
 def parameter_of(module: nn.Module, layer: Layer, number: int, argument: str) -> Tensor | None:

@@ -10,7 +10,6 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from softfocus.hf import learned
 from softfocus.hf.backends import own_attention
 from softfocus.hf.config import tree
-from softfocus.layout import Layout
 from softfocus.warn import warn
 
 
@@ -34,24 +33,6 @@ def refuse_own_parts(target: PreTrainedModel | PreTrainedConfig, in_part: bool) 
         raise ValueError(
             f"window: a part of the model runs its own attention{which}; call softfocus.hf.use() on that part first, "
             "or window() on the part that use() has changed"
-        )
-
-
-def refuse_other_layers(modules: list[nn.Module], layout: Layout) -> None:
-    """A layout finds its layers by number. Layers without a module that dispatches, as a hybrid's
-    linear attention, are left out.
-    """
-    numbers = [getattr(module, "layer_idx", None) for module in modules]
-    if len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(len(layout.layers or ()))):
-        kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
-        if set(numbers) == {None}:
-            raise ValueError(
-                f"layout: the model's attention modules ({kinds}) have no layer_idx, by which a layout finds its "
-                "layers; most decoders have it. Give one mechanism for all layers"
-            )
-        raise ValueError(
-            f"layout: it needs one attention module a layer, numbered as layer_idx from 0; "
-            f"the model's ({kinds}) are numbered {numbers}"
         )
 
 
