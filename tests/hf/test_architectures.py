@@ -316,14 +316,14 @@ def changed_at_the_end(model, inputs, before):
 
 DEFAULT = {"bert", "clip", "deepseek_v3", "informer", "llama", "sam", "sam_hq", "t5"}
 LONG = {"bigbird_pegasus", "bridgetower", "git", "nllb_moe", "pegasus_x", "whisper"}
-FOLDERS = [
+PARAMETERS = [
     pytest.param(f, marks=[] if f in DEFAULT else [pytest.mark.long if f in LONG else pytest.mark.slow])
     for f in DISPATCHING
 ]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", PARAMETERS)
 def test_it_is_its_own_eager_attention(folder, tmp_path):
     cases = {config: tiny(config, kinds) for config, kinds in families(folder).items()}
     assert any(cases.values()) or folder in TABLE["unused"], "nothing that dispatches is in any model of the folder"

@@ -53,8 +53,7 @@ class Tile:
     rows: slice
     keys: slice
     visible: Tensor | None  # bool [b|1, h|1, G|1, R, K]; None if all is visible
-    # For LASER: the keys that every row sees, bool [b, h, 1, K] or a slice of the tile's, either of
-    # which may hold none; None if no row sees a key
+    # For LASER: the keys that every row sees, fully masked rows aside; see ``_visible_to_all``
     visible_to_all: Tensor | slice | None
     count: Tensor  # [b, h, G, R, 1]
     query: Tensor  # [b, h, G * R, D], normalised for cosine, 0 where it is not finite
@@ -234,7 +233,8 @@ class Chunk:
 
     def _visible_to_all(self, rows: slice, keys: slice, visible: Tensor | None, count: Tensor) -> Tensor | slice | None:
         """The keys that every row of a tile sees, fully masked rows aside: bool [b, h, 1, K] or a
-        slice, either of which may hold none. None if no row of the tile sees a key.
+        slice, either of which may hold none. None where a window alone hides every key; with other
+        masks all keys where every row is fully masked.
         """
         if visible is None:
             return slice(0, keys.stop - keys.start)

@@ -659,7 +659,8 @@ def test_a_worker_that_dies_has_not_diverged_as_the_run_before_it(
     for recipe in study.recipes(*study.load(str(two_rows)), seeds=[3]):
         finish(recipe, out)
         info = load_run(out / recipe.name)
-        save_run(out / recipe.name, info.model_copy(update={"status": "diverged", "error": "the loss became nan"}))
+        lost = {"status": "diverged", "error": "the loss became nan", "train_loss": [(1, float("nan"))]}
+        save_run(out / recipe.name, info.model_copy(update=lost))
     monkeypatch.setattr(pool.sys, "executable", shutil.which("false"))
     with pytest.raises(LabError, match=r"2 of 2 models failed: plain-s3: ended with exit code 1"):
         run_study(str(two_rows), out, jobs=1, seeds=[3], overwrite=True, console=console())

@@ -18,7 +18,7 @@ from softfocus.lab.progress import Event
 from softfocus.lab.recipes.lengths import parse
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.files import INSPECTION, MODEL, RECIPE, RUN, load_measured, load_run, save_measured
+from softfocus.lab.run_folder.files import INSPECTION, MODEL, RUN, load_measured, load_run, save_measured
 from softfocus.lab.run_folder.results import Evaluation
 from softfocus.lab.studies import pool, worker
 from softfocus.lab.studies.jobs import plan_jobs
@@ -156,12 +156,3 @@ def test_induction_that_was_measured_otherwise_is_measured_again(tiny: Path, tmp
         assert plan_jobs(tmp_path, [recipe], ["a"])[0].status == "waiting"
         work(recipe, tmp_path)
         assert plan_jobs(tmp_path, [recipe], ["a"])[0].status == "finished"
-
-
-@pytest.mark.long
-def test_the_recipe_of_a_run_says_all_that_was_measured_of_it(tiny: Path, tmp_path: Path) -> None:
-    """Whoever asked for it: results with a run are compared with recipes that want it."""
-    for also in ("[]", "['attention']", "['induction']"):
-        work(load(tiny, ["name=a", f"evaluate.also={also}"]), tmp_path)
-    assert load(tmp_path / "a" / RECIPE).evaluate.also == ["attention", "induction"]
-    assert load_run(tmp_path / "a").status == "complete"

@@ -37,7 +37,7 @@ def runs(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path) -> di
     for recipe in plan:
         if (run := there.get(recipe.name)) is None:
             continue
-        if differing := _differing(run.recipe, recipe, run.also):
+        if differing := _differing(run, recipe):
             what = f"the run {recipe.name} of {place} has another recipe: {', '.join(differing)}"
             same = "".join(f" --set {shlex.quote(override)}" for override in results.overrides)
             given = f"give{same}, which these have (without names of folders), or " if same else ""
@@ -85,24 +85,29 @@ def changes(claim: Claim, scale: Scale, results: Results) -> list[str]:
     found: dict[str, None] = {}
     for run in results.runs:
         recipe = now.get(f"{run.row}-s{run.info.seed}")
-        lines = ["the row is no longer there"] if recipe is None else _differing(run.recipe, recipe)
+        lines = ["the row is no longer there"] if recipe is None else _differing(run, recipe)
         found |= dict.fromkeys(line for line in lines if not line.startswith("evaluate."))
     return list(found)
 
 
-def _differing(text: str, recipe: Recipe, held: Sequence[str] = ()) -> list[str]:
-    """In which keys two recipes differ, names, descriptions and folders left out. `held` are words
-    of evaluate.also whose measurements are there, whatever the earlier recipe asked for.
+def _differing(run: Run, recipe: Recipe) -> list[str]:
+    """In which keys a run's recipe and today's differ, names, descriptions and folders left out. Of
+    what is measured beside losses the run itself decides: it may hold more than is asked for, and
+    its recipe may tell of what another claim wanted. A run that diverged has nothing to measure.
     """
     now = flat(_compared(without_folders(recipe.to_toml())))
     try:
-        before = flat(_compared(text))
+        before = flat(_compared(run.recipe))
     except (tomllib.TOMLDecodeError, ValidationError):
         return ["it is of another version"]
-    before["evaluate.also"] = [*(before.get("evaluate.also") or ()), *held]
-    for key in ("evaluate.mechanisms", "evaluate.also"):  # more was measured than is asked for
-        if set(now.get(key) or ()) <= set(before.get(key) or ()):
-            before[key] = now.get(key)
+    rows = run.evaluation.rows if run.evaluation else []
+    held: dict[str, set[Any]] = {
+        "evaluate.also": set(run.also),
+        "evaluate.mechanisms": {row.setting.mechanism for row in rows},
+    }
+    for key, words in held.items():
+        wanted = set(now.get(key) or ())
+        before[key] = now.get(key) if run.evaluation is None or wanted <= words else sorted(wanted & words)
     return differences(before, now)
 
 

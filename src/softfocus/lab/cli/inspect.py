@@ -9,6 +9,7 @@ import typer
 
 from softfocus.lab.cli.options import BatchTokens, Json, Quiet, console_beside, write_json
 from softfocus.lab.errors import UsageError
+from softfocus.lab.inspect.results import TOKENS
 
 
 def inspect(
@@ -27,7 +28,7 @@ def inspect(
     heads: Annotated[
         str | None, typer.Option(metavar="LIST", help="And of these heads, from 0.", show_default="the first two")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to read at each length.")] = 16384,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to read at each length.")] = TOKENS,
     batch_tokens: BatchTokens = 4096,
     out: Annotated[
         Path | None,

@@ -218,7 +218,7 @@ def _windows(store: TokenStore, lengths: list[int], tokens: int, before: Evaluat
     """
     if before is not None and before.longest and not any(before.longest % length for length in lengths):
         windows = EvaluationWindows(store, [*lengths, before.longest], tokens)
-        if (store.folder.name, windows.longest, windows.tokens, 0.0) == before.text_key:
+        if (store.folder.name, windows.longest, windows.tokens) == before.text_key:
             return windows
     return EvaluationWindows(store, lengths, tokens)
 

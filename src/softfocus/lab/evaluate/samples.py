@@ -79,7 +79,6 @@ def evaluate_samples(
         longest=length,
         asked=recipe.evaluate.tokens,
         documents=len(set(held.documents)),
-        hidden=recipe.data.masked or 0.0,
         rows=rows,
     )
     warn_of_other_text(folder, earlier(folder, info), evaluation)

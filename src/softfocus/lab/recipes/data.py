@@ -132,6 +132,14 @@ class DataTable(Table):
         return _PARTS.get(self.kind, "tokens")
 
 
+def hidden_in(recipe: str) -> str:
+    """The share of hidden tokens in a resolved recipe, from its TOML; "none" where none are."""
+    try:
+        return f"{tomllib.loads(recipe)['data']['masked']:g}"
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError):
+        return "none"
+
+
 def parts_of(recipe: str) -> str:
     """The parts of a resolved recipe's data, from its TOML; "tokens" where that cannot be told."""
     try:

@@ -26,12 +26,12 @@ from softfocus.lab.report.points import (
     cell,
     column_name,
     columns,
-    quantity,
     settings,
     tokens_at,
+    unit,
 )
 from softfocus.lab.run_folder.disk import PARTIAL, writing
-from softfocus.lab.run_folder.results import AS_TRAINED, Bucket, RunInfo
+from softfocus.lab.run_folder.results import AS_TRAINED, WRONG, Bucket, RunInfo
 
 # Okabe and Ito's palette, which people with any of the common colour blindnesses can tell apart, in
 # an order that also differs in lightness; the second entry is the shade for a dark page. Softmax
@@ -255,7 +255,7 @@ def _draw_lengths(ax: Any, groups: Sequence[Group], name: str, axis: Axis) -> En
     ax.set_xticks(ticks, [_tick(groups, tick, axis) for tick in ticks])
     ax.minorticks_off()
     ax.set_xlabel("evaluation length (tokens); dotted: training length")
-    ax.set_ylabel(f"validation loss ({quantity(groups)})")
+    ax.set_ylabel("share of wrong predictions" if name == WRONG.name() else f"validation loss ({unit(groups)})")
     return ends
 
 
@@ -313,7 +313,7 @@ def _draw_training(ax: Any, infos: Sequence[Sequence[RunInfo]], groups: Sequence
         last = [_line(ax, points, colour, line_style(index), markers=False) for points in curves]
         ends.append((group.label, colour, next((end for end in last if end), None)))
     ax.set_xlabel("optimiser step")
-    ax.set_ylabel("training loss (nats per token)")
+    ax.set_ylabel(f"training loss ({unit(groups)})")
     return ends
 
 

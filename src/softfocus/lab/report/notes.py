@@ -4,6 +4,7 @@ them.
 
 from collections.abc import Callable, Sequence
 
+from softfocus.lab.recipes.data import hidden_in
 from softfocus.lab.report.points import Axis, Group, best, column_name, shared_columns, tokenizers_may_differ
 from softfocus.lab.report.results import Entry, Report, grouped
 from softfocus.lab.run_folder.results import WRONG, Evaluation
@@ -85,6 +86,11 @@ _COMMON: tuple[tuple[str, Callable[[Entry], str], str], ...] = (
         "training length",
         lambda e: f"{e.evaluation.train_length:,}",
         "the same multiple is not the same number of tokens.",
+    ),
+    (
+        "share of hidden tokens",
+        lambda e: hidden_in(e.recipe),
+        "they predict other tokens of the same text, and their losses do not compare.",
     ),
     ("commit", lambda e: short_commit(e.info.commit), "it was not the same code that trained them."),
     ("processor", lambda e: e.info.machine.cpu, "processors round differently, and trainings diverge by that."),

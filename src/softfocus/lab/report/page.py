@@ -29,10 +29,11 @@ from softfocus.lab.report.points import (
     labels,
     loss_text,
     mechanism_name,
-    quantity,
+    predicts,
     settings,
     shared_columns,
     tokens_at,
+    unit,
 )
 from softfocus.lab.report.results import Report
 from softfocus.lab.run_folder.results import RunInfo
@@ -65,7 +66,8 @@ def render(report: Report) -> str:
         palette=figure.PALETTE,
         bands=figure.BANDS,
         same_text=same_text(evaluations),
-        quantity=quantity(groups),
+        predicts=predicts(groups),
+        unit=unit(groups),
         lengths=_drawings(figure.length_figures(groups, axis=report.axis)),
         positions=_drawings(figure.position_figures(groups)) if has_buckets else [],
         training=svg(figure.training_figure(members, groups)) if any(info.train_loss for info in infos) else None,

@@ -242,10 +242,14 @@ def _row(evaluation: Evaluation, column: float, setting: str, axis: Axis) -> Row
     return None
 
 
-def quantity(groups: Iterable[Group]) -> str:
-    """What a table of losses holds."""
-    predicted = any(row.setting == WRONG for group in groups for one in group.evaluations for row in one.rows)
-    return "nats per prediction, and share of wrong ones" if predicted else "nats per token"
+def predicts(groups: Iterable[Group]) -> bool:
+    """Whether images, words or hidden tokens are predicted, and not the next token."""
+    return any(row.setting == WRONG for group in groups for one in group.evaluations for row in one.rows)
+
+
+def unit(groups: Iterable[Group]) -> str:
+    """What losses are in."""
+    return "nats per prediction" if predicts(groups) else "nats per token"
 
 
 def best(group: Group, column: float, axis: Axis = "multiple") -> Cell | None:

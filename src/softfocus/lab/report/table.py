@@ -14,10 +14,11 @@ from softfocus.lab.report.points import (
     cell,
     column_name,
     columns,
-    quantity,
+    predicts,
     settings,
     shared_columns,
     tokens_at,
+    unit,
 )
 
 PENDING = "…"
@@ -52,7 +53,8 @@ def loss_table(
     last = ends[-1] if ends else None
     blank = ABSENT if planned is None else PENDING
 
-    table = Table(title=title and title.format(quantity(groups)), title_justify="left", box=box.SIMPLE)
+    what = f"{unit(groups)}, and share of wrong ones" if predicts(groups) else unit(groups)
+    table = Table(title=title and title.format(what), title_justify="left", box=box.SIMPLE)
     table.add_column("setting")
     table.add_column("model")
     for column in across:

@@ -231,8 +231,8 @@ class Measurement(Record):
 class Evaluation(Measurement):
     """Loss over length of one run, on the same validation tokens at every length.
 
-    What is measured follows from corpus_key, longest, tokens and hidden: evaluations that agree in
-    them read the same text.
+    What is measured follows from corpus_key, longest and tokens: evaluations that agree in them
+    read the same text.
     """
 
     vocabulary: int
@@ -245,17 +245,14 @@ class Evaluation(Measurement):
     )
     documents: int = Field(default=0, description="how many documents the spans start in")
     crossing: int = Field(default=0, description="how many of the spans cross the end of a document")
-    hidden: float = Field(
-        default=0.0, description="share of the tokens that were hidden and predicted; early results of BERTs lack it"
-    )
     rows: list[Row]
 
     @property
-    def text_key(self) -> tuple[str, int, int, float]:
+    def text_key(self) -> tuple[str, int, int]:
         """What decides which tokens are predicted: equal where two evaluations read the same
         text.
         """
-        return self.corpus_key, self.longest, self.tokens, self.hidden
+        return self.corpus_key, self.longest, self.tokens
 
     def row(self, length: int, setting: Setting = AS_TRAINED) -> Row | None:
         """The row at a length, or None if it was not evaluated."""

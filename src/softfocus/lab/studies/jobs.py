@@ -224,9 +224,7 @@ def _is_measured(job: Job, kind: str) -> bool:
         )
     if kind == "induction":
         found = load_measured(job.folder, Induction)
-        as_asked = (
-            found.ngram == NGRAM and (found.corpus_key, found.longest, found.tokens) == job.evaluation.text_key[:3]
-        )
+        as_asked = found.ngram == NGRAM and (found.corpus_key, found.longest, found.tokens) == job.evaluation.text_key
         return as_asked and set(job.lengths) <= {row.length for row in found.rows if not row.window}
     if kind == "passkeys":
         rows = [row for row in load_measured(job.folder, Recall).rows if not row.window and row.sequences >= SEQUENCES]

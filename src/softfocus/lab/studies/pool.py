@@ -17,7 +17,6 @@ from softfocus.lab.errors import Interrupted
 from softfocus.lab.run_folder.disk import write_atomically, writing
 from softfocus.lab.run_folder.owner import owning
 from softfocus.lab.run_folder.provenance import cores
-from softfocus.lab.run_folder.results import RunInfo
 from softfocus.lab.studies.jobs import LOGS, Job, divergence
 from softfocus.lab.studies.screen import Screen
 from softfocus.lab.studies.worker import from_line
@@ -64,7 +63,7 @@ class WorkerPool:
         self._count, self._overwrite, self._screen, self._processes = count, overwrite, screen, processes
         self._said: queue.Queue[tuple[Job, str | None]] = queue.Queue()
         self._working: dict[str, subprocess.Popen[str]] = {}
-        self._diverged: dict[str, RunInfo | None] = {}
+        self._diverged: dict[str, str | None] = {}
 
     def run(self, jobs: list[Job]) -> None:
         """Run every job to its end, whatever happens to the others."""
@@ -93,7 +92,8 @@ class WorkerPool:
             self._stop()
 
     def _start(self, job: Job) -> None:
-        self._diverged[job.recipe.name] = divergence(job.folder)
+        diverged = divergence(job.folder)
+        self._diverged[job.recipe.name] = None if diverged is None else diverged.model_dump_json()
         recipe = job.log.with_suffix(".toml")
         write_atomically(recipe, job.recipe.to_toml())
         command = [sys.executable, "-m"]
@@ -150,7 +150,8 @@ class WorkerPool:
             job.status = "failed"
             job.error = job.error or (f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
             before, diverged = self._diverged.pop(job.recipe.name), divergence(job.folder)
-            if diverged is not None and diverged != before:  # one that died at once has left the earlier run.json
+            # One that died at once has left the earlier run.json. A NaN read twice is not equal
+            if diverged is not None and diverged.model_dump_json() != before:
                 job.status, job.error = "diverged", diverged.error or ""
         self._screen.ended(job)
 

@@ -120,14 +120,8 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
     with owning(folder):
         # An earlier call may have asked for other text; what was measured now is told by the recipe
         before, now = load(folder / RECIPE).evaluate, recipe.evaluate
-        if (before.tokens, before.lengths) == (now.tokens, now.lengths):  # what was measured before is kept
-            also, mechanisms = (list(dict.fromkeys(both)) for both in (
-                [*before.also, *now.also], [*before.mechanisms, *now.mechanisms],
-            ))  # fmt: skip
-            now = now.model_copy(update={"also": also, "mechanisms": mechanisms})
-        if before != now:
-            text = recipe.model_copy(update={"evaluate": now}).to_toml()
-            write_recipe(folder, text, load_run(folder).token)
+        if (before.tokens, before.lengths) != (now.tokens, now.lengths):
+            write_recipe(folder, recipe.to_toml(), load_run(folder).token)
 
 
 def passkey_lengths(recipe: Recipe, lengths: Sequence[int]) -> list[int]:

@@ -13,8 +13,8 @@ namespace softfocus {
 // How far from 0 the maxima of columns may be with M = 0: e^-20 and e^20 are far from underflow and
 // overflow. column_shift.h chooses M.
 constexpr float SHIFT_TOLERANCE = 20.0f;
-// A value above M + 30 is large: rows that give it weight take the exact sum, and so do sums below
-// SMALL_SUM. docs/kernels-cpu.md derives both limits.
+// A value above M + 30 is large: a (row, column) that gives it weight takes the exact sum, and so
+// does a sum below SMALL_SUM. docs/kernels-cpu.md derives both limits.
 constexpr float LARGE_VALUE = 30.0f;
 constexpr float SMALL_SUM = 1e-12f;
 // Exponents are clamped here: e^80 times a weight of 0 is 0, not NaN.

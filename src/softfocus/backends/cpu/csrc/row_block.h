@@ -121,8 +121,8 @@ class RowBlock : public BlockVisibility {
   // last row
   Buffer<bfloat16> amx_queries;
   float base_scale[BLOCK_Q];  // c_i without the head scale
-  // c_i; multiplies the dot products, not the query, which would round once more. Only
-  // RowGradients::scaled_queries is multiplied by it
+  // c_i; multiplies the dot products, not the query, which would round once more. Of the
+  // queries only the copy RowGradients::scaled_queries is multiplied by it
   float score_scale[BLOCK_Q];
   float dot_scale[BLOCK_Q];    // score_scale; where uses_amx(), times what pack_amx_row() returned
   float row_bias[BLOCK_Q];     // b_i

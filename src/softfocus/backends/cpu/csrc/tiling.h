@@ -8,9 +8,9 @@
 // One loop keeps [MR, PANEL] sums in registers. W floats are a vector (vector.h); ranges of keys
 // are whole vectors.
 //
-// start_k and j are offsets from the block's key_begin; t counts the keys of a tile, or of a range,
-// from its first. first_key, stop_key, key and start_q are indices into the tensor. Keys in a list
-// of live keys are counted from their tile's first.
+// In a block start_k and j are offsets from key_begin; t counts the keys of a tile, or of a range,
+// from its first. In packing and prefetching j counts lanes. first_key, stop_key, key and start_q
+// are indices into the tensor. Keys in a list of live keys are counted from their tile's first.
 #pragma once
 
 #include "vector.h"

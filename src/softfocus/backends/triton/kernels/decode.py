@@ -27,7 +27,7 @@ from softfocus.backends.triton.kernels.pointwise import LOG2E, row_shift
 
 STATS = tl.constexpr(4)
 """The number of vectors [ROWS_STORED] that each split stores."""
-STAT_MAX, STAT_PHI_SUM, STAT_POWER_SUM, STAT_MARK = (tl.constexpr(n) for n in range(4))
+STAT_MAX, STAT_F_SUM, STAT_POWER_SUM, STAT_MARK = (tl.constexpr(n) for n in range(4))
 """Indices of these vectors: largest score, sum of f (``Phi.value``), sum u^p, and LASER's marks."""
 SCORES_AT_ONCE = tl.constexpr(512)
 """Scores that a program turns into weights at once: four per thread of 128. It must be at least the
@@ -121,14 +121,14 @@ def _merged_statistics(algebra, split_stats, splits, ROWS_STORED: tl.constexpr):
     rows = tl.arange(0, ROWS_STORED)
     for split in tl.range(splits, loop_unroll_factor=LOADED_AT_ONCE):
         split_max = tl.load(_stat_pointer(split_stats, STAT_MAX, splits, split, ROWS_STORED) + rows)
-        split_phi_sum = tl.load(_stat_pointer(split_stats, STAT_PHI_SUM, splits, split, ROWS_STORED) + rows)
+        split_f_sum = tl.load(_stat_pointer(split_stats, STAT_F_SUM, splits, split, ROWS_STORED) + rows)
         row_max = tl.maximum(row_max, split_max)
         if algebra.shifted:
             before = shift
             shift = row_shift(row_max, algebra)
             f_sum = f_sum * tl.exp2(tl.minimum(before - shift, 0.0))
-            split_phi_sum = split_phi_sum * tl.exp2(tl.minimum(row_shift(split_max, algebra) - shift, 0.0))
-        f_sum += split_phi_sum
+            split_f_sum = split_f_sum * tl.exp2(tl.minimum(row_shift(split_max, algebra) - shift, 0.0))
+        f_sum += split_f_sum
     return row_max, shift, f_sum
 
 
@@ -136,7 +136,7 @@ def _merged_statistics(algebra, split_stats, splits, ROWS_STORED: tl.constexpr):
 def statistics(
     inputs, algebra, masks, split_stats, split_accs, scores, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks
 ):
-    """The first kernel: stores a split's STAT_MAX and STAT_PHI_SUM. If rows are re-weighted it also
+    """The first kernel: stores a split's STAT_MAX and STAT_F_SUM. If rows are re-weighted it also
     stores the split's scores, otherwise the weighted values and LASER's marks.
     """
     splits, split = tl.num_programs(0), tl.program_id(0)
@@ -171,9 +171,9 @@ def statistics(
         tl.store(pointers, s, mask=mask)
     rows = tl.arange(0, ROWS_STORED)
     tl.store(_stat_pointer(split_stats, STAT_MAX, splits, split, ROWS_STORED) + rows, row_max)
-    phi_sum_pointers = _stat_pointer(split_stats, STAT_PHI_SUM, splits, split, ROWS_STORED) + rows
+    f_sum_pointers = _stat_pointer(split_stats, STAT_F_SUM, splits, split, ROWS_STORED) + rows
     f_sum = forward.compensated(f_sum, f_sum_error)
-    tl.store(phi_sum_pointers, forward.nan_if_infinite(f_sum, row_max, smallest_scaled_dot))
+    tl.store(f_sum_pointers, forward.nan_if_infinite(f_sum, row_max, smallest_scaled_dot))
     if not algebra.reweighted:
         tl.debug_barrier()
         for first_key in range(first_tile * blocks.BLOCK_K, end_key, SCORES_AT_ONCE // ROWS_STORED):

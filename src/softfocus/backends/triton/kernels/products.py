@@ -90,8 +90,8 @@ def dot_grad_scores(grad_scores, x, algebra, blocks, HAS_ROW_FACTORS: tl.constex
     * Rows are re-weighted, and grad_scores includes their grad_factor (HAS_ROW_FACTORS): it is up
       to 1 / TIE_TOLERANCE = 2^16 times larger in a row of nearly equal scores than in others.
 
-    Any other float16 call, which has softplus or sigmoid, overflows where |dL/dA - delta| phi'
-    exceeds 65504 (docs/limitations.md).
+    In any other float16 call float16 overflows, with softplus and sigmoid, where
+    |dL/dA - delta| phi' exceeds 65504 (docs/limitations.md).
     """
     IN_TF32: tl.constexpr = algebra.inputs_are_fp16 and (
         algebra.phi.has_zeros or algebra.normaliser != "l1" or (algebra.reweighted and HAS_ROW_FACTORS)

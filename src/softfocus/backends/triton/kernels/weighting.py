@@ -107,7 +107,8 @@ def row_threshold(algebra, count, f_sum, largest_f):
     """
     divisor = tl.where(f_sum == 0.0, 1.0, f_sum)
     threshold_on = tl.where(count > MAX_UNTHRESHOLDED_COUNT, 1.0, 0.0)
-    # float32 divides exactly: the approximate division errs by two ulps, which u^p multiplies by p.
+    # float32 rounds correctly: the approximate division errs by two ulps, and u^p multiplies that
+    # by p.
     # 1 / spread may be approximate: its error is a factor of the row, and cancels in A
     if algebra.inputs_are_fp32:
         threshold = threshold_on * tl.div_rn(f_sum, tl.maximum(count, 1.0))
