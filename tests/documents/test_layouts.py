@@ -190,6 +190,8 @@ ELSEWHERE = {  # rows of other studies, at rates that --set gave them
         "w-window-16": "LASER over LSSA, every other layer local, windows of 16",
         "w-one-global": "LASER over LSSA, one global layer, the last",
         "h-learned-power": "`demo-hybrid`, powers learned per head, from 5",
+        "g-window-32": "global heads, local heads see 32 tokens",
+        "g-window-128": "global heads, local heads see 128 tokens",
     },
 }
 
@@ -679,11 +681,23 @@ def test_the_rows_whose_best_rate_is_not_4e_3_are_those_that_are_named():
         "global heads, but all heads are local": ["8e-3"],
         "LASER over LSSA in the two global heads": ["4e-3", "8e-3"],
         "global heads, local heads see 16 tokens": ["8e-3"],
+        "global heads, local heads see 32 tokens": ["8e-3"],
     }
     narrow = [loss("other-rates/8e-3", "g-window-16-s0"), loss("layouts-around", "g-window-16-s0")]
     page = " ".join((ROOT / "docs/global-heads.md").read_text().split())
-    assert f"seed 0 has a loss of {narrow[0]:.3f} at 8e-3, lower by {narrow[1] - narrow[0]:.3f})." in page
-    assert f"4e-3 is the best of three or four rates for {len(best) - 5} of {len(best)} rows." in TEXT
+    assert f"seed 0 has a loss of {narrow[0]:.3f} at 8e-3, lower by {narrow[1] - narrow[0]:.3f}, and" in page
+    wider = [loss("other-rates/8e-3", "g-window-32-s0"), loss("layouts-around", "g-window-32-s0")]
+    assert f"windows of 32 a loss of {wider[0]:.3f} there, lower by {wider[1] - wider[0]:.3f})." in page
+    assert f"4e-3 is the best of three or four rates for {len(best) - 6} of {len(best)} rows." in TEXT
+
+
+def test_rows_with_one_other_rate_are_higher_there():
+    rows = "g-head-in-layer-1", "g-three-heads", "h-p7", "h-p15", "h-p31-laser", "w-window-32", "w-rope-half"
+    more = [
+        loss("other-rates/8e-3", f"{row}-s0") - loss("layouts-around", f"{row}-s0")
+        for row in (*rows, "g-learned-scale")
+    ]
+    assert f"and not at 2e-3: their losses there are higher by {min(more):.3f} to {max(more):.3f}." in TEXT
 
 
 def test_what_other_rates_cost_is_the_measured_one():
