@@ -27,10 +27,10 @@ bench: setup  ## time attention on the CPU beside torch's own, with parity check
 	$(BIN)/softfocus bench --device cpu
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
-test: setup  ## all tests but those marked long or slow (some four minutes on two cores)
+test: setup  ## all tests but those marked long or slow (three to six minutes on two cores)
 	$(PYTEST) --dist loadfile -m "not long and not slow and not soak"
 
-test-long: setup  ## the tests that `make test` leaves out because each takes over 1.5 seconds; CI runs them (some six minutes)
+test-long: setup  ## the tests that `make test` leaves out because each takes over 1.5 seconds; CI runs them (five to nine minutes)
 	$(PYTEST) --dist loadfile -m "long and not slow and not soak"
 
 soak: setup  ## trainings killed at 50 random points must end with the same weights (some five minutes)
