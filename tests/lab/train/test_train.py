@@ -586,18 +586,21 @@ def test_folders_that_cannot_be_written(tiny: Path, tmp_path: Path) -> None:
         train(load(tiny), tmp_path / "full", overwrite=True)
 
 
-def test_a_recipe_of_somebodys_own_is_not_deleted(tiny: Path, tmp_path: Path) -> None:
+def test_a_recipe_of_somebodys_own_is_not_deleted(tiny: Path, trained: Path, tmp_path: Path) -> None:
     """Nor what lies beside it: a folder with a run is known by its run.json, or by the first line
-    of its recipe.toml.
+    of its recipe.toml and its lock.
     """
     mine = tmp_path / "mine"
     (mine / "inspect").mkdir(parents=True)
     (mine / "recipe.toml").write_text(f'# by hand\nbase = "{tiny}"\n')
     (mine / "inspect" / "notes.txt").write_text("mine")
-    for overwrite in (False, True):
-        with pytest.raises(LabError, match="not empty and holds no run"):
-            train(load(mine / "recipe.toml"), mine, overwrite=overwrite)
-    assert (mine / "recipe.toml").read_text().startswith("# by hand")
+    copied = (trained / "recipe.toml").read_text()  # its first line is the token
+    for text in ((mine / "recipe.toml").read_text(), copied):
+        (mine / "recipe.toml").write_text(text)
+        for overwrite in (False, True):
+            with pytest.raises(LabError, match="not empty and holds no run"):
+                train(load(mine / "recipe.toml"), mine, overwrite=overwrite)
+        assert (mine / "recipe.toml").read_text() == text
     assert (mine / "inspect" / "notes.txt").exists()
 
 

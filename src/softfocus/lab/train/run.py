@@ -167,8 +167,11 @@ def _train(
 
 def _refuse_foreign(folder: Path) -> None:
     refuse_file(folder)
-    # A recipe that somebody wrote by hand has no token, and what lies beside it is not the lab's
-    if not folder.is_dir() or (folder / RUN).exists() or recipe_token(folder):
+    if not folder.is_dir() or (folder / RUN).exists():
+        return
+    # A recipe that somebody wrote by hand has no token, and a folder that a run's recipe was copied
+    # to has no lock: what lies there is not the lab's
+    if recipe_token(folder) and (folder / LOCK).exists():
         return
     # What is hidden may be the lab's own, left by a process that was killed before it had a corpus
     if any(not path.name.startswith(".") for path in folder.iterdir()):
