@@ -90,7 +90,7 @@ class Inspection(Record):
     rows: list[Row]
 
     @property
-    def read(self) -> int:
+    def tokens(self) -> int:
         """Tokens that were asked for at each length, or, in early results, that were read."""
         return self.asked or max(one.windows * one.length for one in self.lengths)
 

@@ -30,7 +30,6 @@ def loss_table(
     *,
     planned: Sequence[float] | None = None,
     axis: Axis = "multiple",
-    title: str | None = "Validation loss, {}",
 ) -> Table:
     """Losses over length: one line a group of runs and setting, the lowest loss of each column in
     bold.
@@ -41,7 +40,6 @@ def loss_table(
             Without it the table is final, and a length at which a run was not evaluated shows as
             "–".
         axis: what lengths are counted in.
-        title: above the table; {} is what its numbers are.
 
     Returns:
         A table of means over the runs of each group, with their standard deviation below where
@@ -54,7 +52,7 @@ def loss_table(
     blank = ABSENT if planned is None else PENDING
 
     what = f"{unit(groups)}, and share of wrong ones" if predicts(groups) else unit(groups)
-    table = Table(title=title and title.format(what), title_justify="left", box=box.SIMPLE)
+    table = Table(title=f"Validation loss, {what}", title_justify="left", box=box.SIMPLE)
     table.add_column("setting")
     table.add_column("model")
     for column in across:

@@ -217,7 +217,7 @@ def _is_measured(job: Job, kind: str) -> bool:
     if kind == "attention":
         wanted, token = {job.recipe.train.length, max(job.lengths)}, load_run(job.folder).token
         return any(
-            (run.text, run.read) == (VALIDATION_TEXT, TOKENS)
+            (run.text, run.tokens) == (VALIDATION_TEXT, TOKENS)
             and run.token in ("", token)
             and wanted <= {row.length for row in run.rows}
             for run in read(job.folder / INSPECTION / RESULTS).runs
@@ -234,8 +234,8 @@ def _is_measured(job: Job, kind: str) -> bool:
 
 
 def divergence(folder: Path) -> RunInfo | None:
-    """What a training says that has diverged, else None. It would do so again, so that it is not
-    repeated.
+    """What is known of a training that has diverged; None where it has not. It would diverge again,
+    so it is not repeated.
     """
     with suppress(LabError):  # whoever trains there says what is wrong with the folder
         if (folder / RUN).exists() and (info := load_run(folder, complete=False)).status == "diverged":
