@@ -132,7 +132,7 @@ leaves of a cache come last.
 GRADIENTS = tuple(name for name, kind in Call.__annotations__.items() if kind in (Tensor, Tensor | None))
 """The tensors that have a gradient, in the order of an operator's results."""
 _REQUIRED = ("query", "key", "value", "left", "right", "code", "scale")
-"""Leaves that every backend supports. ``code`` is the mechanism, whose fields :class:`Carries`
+"""Leaves that every backend supports. ``code`` is the mechanism, whose fields :class:`Supported`
 declares one by one.
 """
 _OPTIONAL = tuple(name for name in LEAVES if name not in (*_REQUIRED, *Dropout.__annotations__, *Cache.__annotations__))
@@ -197,7 +197,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Carries:
+class Supported:
     """What a backend supports, field by field of :class:`Mechanism`. It refuses everything else.
 
     Attributes:
@@ -239,15 +239,15 @@ class Carries:
         for name in [name for name in CHOICES if name != "scale"]:
             value, values = getattr(mechanism, name), getattr(self, name)
             if value not in values:
-                return f"{name}={value!r} is not " + (f"among {', '.join(values)}" if len(values) > 1 else "carried")
+                return f"{name}={value!r} is not " + (f"among {', '.join(values)}" if len(values) > 1 else "supported")
         if mechanism.power is not None and not self.reweighting:
-            return f"power={mechanism.power:g} is not carried"
+            return f"power={mechanism.power:g} is not supported"
         if mechanism.laser and not self.laser:
-            return "laser=True is not carried"
+            return "laser=True is not supported"
         if not self._without:
             return None
         there = optional_arguments(pack(call)) | ({"dropout"} if call.dropout.p else set())
-        return next((f"{name} is not carried" for name in self._without if name in there), None)
+        return next((f"{name} is not supported" for name in self._without if name in there), None)
 
 
 Runner = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -260,7 +260,7 @@ class Backend(Protocol):
     """
 
     @property
-    def CARRIES(self) -> Carries:
+    def SUPPORTED(self) -> Supported:
         """What the backend supports."""
 
     @property

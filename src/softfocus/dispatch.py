@@ -49,7 +49,7 @@ def supports(name: str, call: Call, to_run: bool = False) -> str | None:
     It compiles nothing and touches no disk, unless the call is about to run.
     """
     backend = BACKENDS[name]
-    return backend.CARRIES.lacks(call) or (backend.refuses(call, to_run) if backend.refuses else None)
+    return backend.SUPPORTED.lacks(call) or (backend.refuses(call, to_run) if backend.refuses else None)
 
 
 def _refusal(name: str, call: Call) -> str | None:

@@ -60,11 +60,11 @@ def _refuse_unfit(call: Call, backend: str) -> None:
     """Refuse the dtypes and devices of which the backend's kernels know nothing. A compiled call
     chooses a backend anew for them; an exported graph has the name of the one that was chosen.
     """
-    carries, query = _load(backend).CARRIES, call.query
-    if query.dtype not in carries.dtypes or not {query.device.type, "any"} & set(carries.devices):
+    supported, query = _load(backend).SUPPORTED, call.query
+    if query.dtype not in supported.dtypes or not {query.device.type, "any"} & set(supported.devices):
         raise ValueError(
-            f"softfocus: the backend {backend!r} was chosen when the graph was made, and {carries.lacks(call)}; export "
-            "it again from inputs like these, or with backend='tiled'"
+            f"softfocus: the backend {backend!r} was chosen when the graph was made, and {supported.lacks(call)}; "
+            "export it again from inputs like these, or with backend='tiled'"
         )
 
 
@@ -126,7 +126,7 @@ def _forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
         if call.cache is None:
             result = _load(backend).forward(call)
             return result
-        lengths, reads_cache = call.cache.lengths, "cache" in _load(backend).CARRIES.features
+        lengths, reads_cache = call.cache.lengths, "cache" in _load(backend).SUPPORTED.features
         if lengths.is_cpu or not reads_cache:
             numbers = validation.check_cache_values(call.key, lengths, call.cache.page_table)
         rows = _empty_rows(call, backend)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from softfocus import dropout
-from softfocus.contract import FLOATING, Call, Carries, RowStatistics, compute_dtype
+from softfocus.contract import FLOATING, Call, RowStatistics, Supported, compute_dtype
 from softfocus.mechanism import MAX_UNTHRESHOLDED_COUNT, TIE_EPS, Mechanism
 from softfocus.pointwise import POINTWISE
 
-CARRIES = Carries(
+SUPPORTED = Supported(
     similarity=("dot", "cosine"), length_scale=("1", "log(N)", "log512(N)"), score_bias=("0", "-log(N)", "-log(L)"),
     phi=tuple(POINTWISE), normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
     post=("none", "negate", "recentre", "recentre+l1"), reweighting=True, laser=True,

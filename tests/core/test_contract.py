@@ -1,4 +1,4 @@
-"""What a backend declares: it carries that, it refuses everything else by name, and asking costs
+"""What a backend declares: it supports that, it refuses everything else by name, and asking costs
 nothing.
 
 Over 400 lines: every backend runs through the same declarations.
@@ -20,7 +20,7 @@ from softfocus import Mechanism, attention, attention_with_cache, dispatch, expl
 from softfocus.backends import cpu, tiled, triton
 from softfocus.backends.cpu import build
 from softfocus.backends.cpu import call as cpu_call
-from softfocus.contract import GRADIENTS, LEAVES, Call, Carries, Dropout, pack, unpack
+from softfocus.contract import GRADIENTS, LEAVES, Call, Dropout, Supported, pack, unpack
 from softfocus.functional import validated_call
 from softfocus.mechanism import CHOICES
 from softfocus.pointwise import FUSED
@@ -80,23 +80,23 @@ def test_the_operators_follow_from_the_call():
     assert len(schema.returns) == len(GRADIENTS)
 
 
-# What is declared is the algebra, and what is carried
+# What is declared is the algebra, and what is supported
 
 
 def test_a_declaration_speaks_of_every_field_of_the_algebra():
-    assert set(DECLARED) | {"reweighting", "laser"} <= {field.name for field in fields(Carries)}
+    assert set(DECLARED) | {"reweighting", "laser"} <= {field.name for field in fields(Supported)}
     for name, backend in dispatch.BACKENDS.items():
         for field in DECLARED:
-            assert set(getattr(backend.CARRIES, field)) <= set(CHOICES[field]), (name, field)
+            assert set(getattr(backend.SUPPORTED, field)) <= set(CHOICES[field]), (name, field)
     for field in DECLARED:
-        assert set(getattr(tiled.CARRIES, field)) == set(CHOICES[field]), field
+        assert set(getattr(tiled.SUPPORTED, field)) == set(CHOICES[field]), field
 
 
-def covering(carries):
-    """Mechanisms that have every value of every field that is carried, power and LASER once
+def covering(supported):
+    """Mechanisms that have every value of every field that is supported, power and LASER once
     each.
     """
-    lists = {field: getattr(carries, field) for field in DECLARED} | {"scale": CHOICES["scale"]}
+    lists = {field: getattr(supported, field) for field in DECLARED} | {"scale": CHOICES["scale"]}
     for i in range(max(map(len, lists.values()))):
         yield Mechanism(**{field: values[i % len(values)] for field, values in lists.items()})
     yield Mechanism(phi="softplus", power=3.0)
@@ -108,7 +108,7 @@ def test_what_is_declared_is_computed(name):
     """Parity over every value of every field."""
     numpy = pytest.importorskip("numpy")
     with numpy.errstate(all="ignore"):  # Triton's interpreter speaks of every infinity
-        for mechanism in covering(dispatch.BACKENDS[name].CARRIES):
+        for mechanism in covering(dispatch.BACKENDS[name].SUPPORTED):
             run = partial(attention, backend=name)
             check(run, SMALL, mechanism, torch.float32, device=DEVICE.get(name, "cpu"), draws=8)
 
@@ -127,10 +127,10 @@ def test_numbers_in_c_are_places_in_the_declaration():
     assert [(int(number), phi.lower()) for number, phi in cases] == list(enumerate(FUSED))
     text = (CSRC / "params.h").read_text()
     for enum, values in (
-        ("Dtype", cpu.CARRIES.dtypes),
-        ("LengthScale", cpu.CARRIES.length_scale),
-        ("ScoreBias", cpu.CARRIES.score_bias),
-        ("Normaliser", cpu.CARRIES.normaliser),
+        ("Dtype", cpu.SUPPORTED.dtypes),
+        ("LengthScale", cpu.SUPPORTED.length_scale),
+        ("ScoreBias", cpu.SUPPORTED.score_bias),
+        ("Normaliser", cpu.SUPPORTED.normaliser),
     ):
         (names,) = re.findall(rf"enum {enum} : int64_t {{([^}}]*)}};", text)
         assert [IN_C[name.strip()] for name in names.split(",")] == list(values), enum
@@ -138,7 +138,7 @@ def test_numbers_in_c_are_places_in_the_declaration():
 
 def test_the_cpu_backend_numbers_what_it_declares():
     for field, numbers in cpu_call._ENUM_VALUES.items():
-        values = getattr(cpu.CARRIES, field)
+        values = getattr(cpu.SUPPORTED, field)
         assert numbers == {value: number for number, value in enumerate(values)}, field
     assert set(cpu_call._ENUM_VALUES) == set(DECLARED)
 
@@ -153,7 +153,7 @@ BRANCHES = ("length_scale", "score_bias", "normaliser")  # Triton kernels branch
 def test_a_value_that_nobody_declares_is_refused_by_name(name, field, monkeypatch):
     monkeypatch.setitem(CHOICES, field, (*CHOICES[field], "fake"))
     tensors, mechanism = question(name, **{field: "fake"})
-    with pytest.raises(ValueError, match=f"{field}='fake' is not among|{field}='fake' is not carried"):
+    with pytest.raises(ValueError, match=f"{field}='fake' is not among|{field}='fake' is not supported"):
         attention(*tensors, **mechanism, backend=name)
     with pytest.raises(ValueError, match=f"{field}='fake' is not"):
         weights(*tensors[:2], **mechanism)
@@ -182,15 +182,15 @@ def test_a_cpu_kernel_has_no_default(field, monkeypatch):
 @pytest.mark.kernels
 @pytest.mark.parametrize("what", ["phi", "dtypes"])
 def test_a_number_without_a_case_in_cpp_is_an_error(what, monkeypatch):
-    """FUSED lists a phi that ``with_phi`` in ``csrc/pointwise.h`` lacks, or CARRIES a dtype that
+    """FUSED lists a phi that ``with_phi`` in ``csrc/pointwise.h`` lacks, or SUPPORTED a dtype that
     ``count_dtypes`` in ``csrc/tensor.h`` lacks.
     """
     if what == "phi":
         monkeypatch.setattr(cpu, "FUSED", (*FUSED, "fake"))
         message = f"have {len(FUSED)} phi and pointwise.FUSED has {len(FUSED) + 1}"
     else:
-        monkeypatch.setattr(cpu, "CARRIES", replace(cpu.CARRIES, dtypes=(*cpu.CARRIES.dtypes, torch.float64)))
-        message = "have 3 dtypes and CARRIES has 4"
+        monkeypatch.setattr(cpu, "SUPPORTED", replace(cpu.SUPPORTED, dtypes=(*cpu.SUPPORTED.dtypes, torch.float64)))
+        message = "have 3 dtypes and SUPPORTED has 4"
     for name in ("softfocus_forward", "softfocus_backward"):
         monkeypatch.setattr(getattr(build.library(), name), "argtypes", None)
     query = torch.ones(1, 1, 4, 8)
@@ -213,8 +213,8 @@ def test_a_formula_has_no_default(name, field, monkeypatch):
     monkeypatch.setitem(CHOICES, field, (*CHOICES[field], "fake"))
     backend = dispatch.BACKENDS[name]
     if field in DECLARED:
-        values = (*getattr(backend.CARRIES, field), "fake")
-        monkeypatch.setattr(backend, "CARRIES", replace(backend.CARRIES, **{field: values}))
+        values = (*getattr(backend.SUPPORTED, field), "fake")
+        monkeypatch.setattr(backend, "SUPPORTED", replace(backend.SUPPORTED, **{field: values}))
     tensors, mechanism = question(name, **{field: "fake"})
     with pytest.raises((KeyError, ValueError), match="fake"):
         attention(*tensors, **mechanism, backend=name)
@@ -241,7 +241,7 @@ for changes, name in (
     assert unpacked.gain is call.gain
     assert optional_arguments(pack(call)) == {name}, optional_arguments(pack(call))
     for backend in dispatch.BACKENDS:
-        assert dispatch.supports(backend, call) == f"{name} is not carried", backend
+        assert dispatch.supports(backend, call) == f"{name} is not supported", backend
 
 assert GRADIENTS[-1] == "gain" and LEAVES["gain"] == "Tensor?"
 forward, backward = tiled.forward, tiled.backward
@@ -257,7 +257,7 @@ def backward_with_gain(call, grad, bias_grad):
     return {**grads, "gain": (grad * forward(call)[0]).sum((0, 2, 3))}
 
 
-tiled.CARRIES = replace(tiled.CARRIES, features=(*tiled.CARRIES.features, "gain"))
+tiled.SUPPORTED = replace(tiled.SUPPORTED, features=(*tiled.SUPPORTED.features, "gain"))
 tiled.forward, tiled.backward = forward_with_gain, backward_with_gain
 leaf = x.clone().requires_grad_()
 call = Call(leaf, x, x, Visibility(4, 4), Mechanism(), 1.0, gain=gain)
@@ -325,19 +325,19 @@ def test_a_gradient_that_a_backend_forgets_is_said(left_out, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "arguments", "words"),
     [
-        ({"features": ()}, {"bias": torch.zeros(4, 4)}, "bias is not carried"),
-        ({"features": ("bias",)}, {"key_mask": torch.ones(1, 4, dtype=torch.bool)}, "key_mask is not carried"),
-        ({"features": ("bias",)}, {"attn_mask": torch.ones(4, 4)}, "mask is not carried"),
-        ({"features": ("mask",)}, {"dropout_p": 0.5}, "dropout is not carried"),
-        ({"laser": False}, {"mechanism": "laser"}, "laser=True is not carried"),
-        ({"reweighting": False}, {"mechanism": "lssar"}, "power=15 is not carried"),
+        ({"features": ()}, {"bias": torch.zeros(4, 4)}, "bias is not supported"),
+        ({"features": ("bias",)}, {"key_mask": torch.ones(1, 4, dtype=torch.bool)}, "key_mask is not supported"),
+        ({"features": ("bias",)}, {"attn_mask": torch.ones(4, 4)}, "mask is not supported"),
+        ({"features": ("mask",)}, {"dropout_p": 0.5}, "dropout is not supported"),
+        ({"laser": False}, {"mechanism": "laser"}, "laser=True is not supported"),
+        ({"reweighting": False}, {"mechanism": "lssar"}, "power=15 is not supported"),
         ({"dtypes": (torch.float64, torch.float16)}, {}, "torch.float32 is not among float64 and float16"),
         ({"devices": ("cuda", "xpu")}, {}, "the tensors are on 'cpu', not on 'cuda' or 'xpu'"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_a_shorter_declaration_refuses_more(changes, arguments, words, monkeypatch):
-    monkeypatch.setattr(tiled, "CARRIES", replace(tiled.CARRIES, **changes))
+    monkeypatch.setattr(tiled, "SUPPORTED", replace(tiled.SUPPORTED, **changes))
     given = {"mechanism": "lssa", **arguments}
     assert words in explain(*question()[0], **given).reasons["tiled"]
     with pytest.raises(ValueError, match=words):

@@ -1,4 +1,4 @@
-"""The CPU kernels against the float64 reference: what they carry of the catalogue, every case,
+"""The CPU kernels against the float64 reference: what they support of the catalogue, every case,
 three dtypes; and what is their own: the borders of their blocks, strides, few queries, threads,
 forks.
 
@@ -37,9 +37,9 @@ COMBINATIONS = (
 )
 ALIASES = ("scenario_iv", "exp_l1", "relu_li")  # equal to another entry
 REFUSED = {
-    "softmax_negated": "post='negate' is not carried",
-    "softmax_recentred": "post='recentre' is not carried",
-    "softmax_recentred_l1": "post='recentre+l1' is not carried",
+    "softmax_negated": "post='negate' is not supported",
+    "softmax_recentred": "post='recentre' is not supported",
+    "softmax_recentred_l1": "post='recentre+l1' is not supported",
     "scenario_i": "phi='identity' is not among",
     "scenario_iii": "phi='identity' is not among",
     "gelu_l1": "phi='gelu' is not among",
@@ -122,7 +122,7 @@ def test_of_the_catalogue_just_this_is_refused():
 
 
 def test_of_the_algebra_just_this_is_refused():
-    """Every name that a field may have, one at a time: a new one is carried, or refused here by
+    """Every name that a field may have, one at a time: a new one is supported, or refused here by
     name.
     """
     refused = {("phi", "gelu"), ("phi", "mish"), ("phi", "identity")}

@@ -26,11 +26,11 @@ WITHOUT_L = [name for name in DISTINCT if name not in HAS_L]
 VARIED = ("softmax", "lssar", "laser", "laser_lssar", "gelu_l1", "relu6_l1", "sigmoid_l1", "softmax_recentred_l1")
 LASERS = ["laser", "laser_lssa", "laser_lssar"]
 TILE = 64  # rows of a block of the tiled backend and of the CPU kernels: lengths beyond it cross a border
-BACKENDS = ("reference", "tiled")  # carry everything
-SINGLE = ("cpu",)  # carry float32 and less, and not every mechanism
+BACKENDS = ("reference", "tiled")  # support everything
+SINGLE = ("cpu",)  # support float32 and less, and not every mechanism
 
 
-def carried(backend, name):
+def supported(backend, name):
     """Whether the backend takes the mechanism."""
     algebra = named(name)
     return backend in BACKENDS or (algebra.phi in FUSED and algebra.post == "none")
@@ -43,7 +43,7 @@ def ways(names, dtypes=lambda name: (torch.float64, torch.float32)):
         for dtype in (torch.float64, torch.float32)
         for name in names
         for backend in (*BACKENDS, *(SINGLE if dtype == torch.float32 else ()))
-        if carried(backend, name) and (dtype in dtypes(name) or backend in SINGLE)
+        if supported(backend, name) and (dtype in dtypes(name) or backend in SINGLE)
     ]
     ids = [f"{name}-{str(dtype).removeprefix('torch.')}-{backend}" for backend, dtype, name in cases]
     return pytest.mark.parametrize(("backend", "dtype", "name"), cases, ids=ids)
@@ -1042,7 +1042,7 @@ def test_the_backward_of_dropout_drops_the_same_weights(backend, dtype, name):
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("backend", "name"), [(b, name) for b in (*BACKENDS, *SINGLE) for name in DISTINCT if carried(b, name)]
+    ("backend", "name"), [(b, name) for b in (*BACKENDS, *SINGLE) for name in DISTINCT if supported(b, name)]
 )
 def test_half_inputs_return_their_dtype(name, backend, half):
     inputs = [normal(1, 2, 9, 4, seed=s, dtype=half) for s in range(3)]

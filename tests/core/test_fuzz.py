@@ -174,7 +174,7 @@ def draw(seed):
 
 
 def draw_mechanism(chance):
-    """Any point of the algebra that the kernels carry."""
+    """Any point of the algebra that the kernels support."""
     fields = {name: chance.choice(CHOICES[name]) for name in ("similarity", "scale", "length_scale", "score_bias")}
     mechanism = Mechanism(phi=chance.choice(FUSED), normaliser=chance.choice(CHOICES["normaliser"]), **fields)
     if mechanism.phi == "exp" and mechanism.normaliser != "l1":  # nothing bounds e^s there

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import softfocus
-from softfocus import catalog
+from softfocus import catalog, mechanisms, named
+from softfocus.backends import triton
+from softfocus.dispatch import BACKENDS
 from softfocus.nn import MultiheadAttention
 
 N, L, S, E, H = 3, 5, 7, 16, 4
@@ -234,6 +236,26 @@ def test_the_page_about_sdpa_runs():
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) >= 3
     exec("\n".join(blocks), {})
+
+
+def test_the_page_about_sdpa_says_what_backends_support():
+    text = (Path(__file__).parents[2] / "docs" / "replacing-sdpa.md").read_text(encoding="utf-8")
+    fields = "similarity", "length_scale", "score_bias", "phi", "normaliser", "post"
+    for name, backend in BACKENDS.items():
+        supported = backend.SUPPORTED
+        (row,) = re.findall(rf"^\| `{name}` \|.*$", text, re.MULTILINE)
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in supported.dtypes]
+        assert re.findall(r"b?float\d+", row) == dtypes, name
+        lacking = [
+            one
+            for one in mechanisms()
+            if any(getattr(named(one), field) not in getattr(supported, field) for field in fields)
+        ]
+        assert ("all but seven" in row) == (len(lacking) == 7), name
+        if lacking:
+            listed = f"The seven are {', '.join(f'`{one}`' for one in lacking[:-1])} and `{lacking[-1]}`."
+            assert listed in " ".join(text.split())
+    assert f"head_dim of at most {triton.MAX_HEAD_DIM}; batch x heads of at most {triton.MAX_HEADS:,}" in text
 
 
 def test_a_nan_in_a_floating_padding_mask_makes_the_rows_nan():

@@ -1022,7 +1022,7 @@ def test_another_seed_is_no_other_kernel(quiet):
 
 @pytest.mark.long
 def test_dropout_among_few_queries(quiet, monkeypatch):
-    """The decoding kernels carry none: these queries are left to the others."""
+    """The decoding kernels support none: these queries are left to the others."""
     split_keys(monkeypatch, 64)
     case = replace(CASE["dropout"], query_length=2, key_length=100)
     check(fused, case, "lssar", SINGLE, device=DEVICE, draws=8)
@@ -1380,29 +1380,29 @@ def test_compiled_whole_on_a_gpu(on_gpu):
     assert all(map(torch.equal, torch.autograd.grad(compiled(*leaves, is_causal=True), leaves, grad), plain))
 
 
-def test_one_table_of_what_is_carried(monkeypatch):
-    """Both kinds of kernels carry the same names, and the reference's and the catalogue's are these
-    and what is not carried.
+def test_one_table_of_what_is_supported(monkeypatch):
+    """Both kinds of kernels support the same names. The reference's and the catalogue's are these
+    and what is not supported.
     """
     from softfocus.backends.triton.kernels.pointwise import PHI
 
     monkeypatch.delenv("SOFTFOCUS_KERNELS", raising=False)  # off would be a reason of its own
-    assert tuple(PHI) == triton.CARRIES.phi == cpu.CARRIES.phi
+    assert tuple(PHI) == triton.SUPPORTED.phi == cpu.SUPPORTED.phi
     assert set(CHOICES["phi"]) == set(POINTWISE) == set(FUSED) | set(SIGNED_PHI)
     drawn = [Mechanism(**{field: choice}) for field in CHOICES for choice in CHOICES[field] if field != "phi"]
     drawn += [Mechanism(phi=phi, normaliser=normaliser) for phi in POINTWISE for normaliser in CHOICES["normaliser"]]
     drawn += [Mechanism(phi=phi, laser=True) for phi in FUSED] + [Mechanism(phi=phi, power=15.0) for phi in FUSED]
     query = torch.ones(1, 1, 4, 8, device=DEVICE)
-    carried = set()
+    supported = set()
     for mechanism in [*drawn, *(entry.mechanism for entry in mechanisms().values())]:
         calls = [functional.validated_call(x, x, x, mechanism=mechanism) for x in (query.cpu(), query)]
         whys = [dispatch.supports(name, call) for name, call in zip(("cpu", "triton"), calls, strict=True)]
         assert (whys[0] is None) == (whys[1] is None), (mechanism, whys)
         assert (whys[0] is None) == (mechanism.phi in FUSED and mechanism.post == "none"), (mechanism, whys)
         assert attention(query, query, query, mechanism=mechanism, backend="reference").isfinite().all()
-        carried |= {(field, getattr(mechanism, field)) for field in CHOICES} if whys[0] is None else set()
+        supported |= {(field, getattr(mechanism, field)) for field in CHOICES} if whys[0] is None else set()
     missed = {("phi", phi) for phi in SIGNED_PHI} | {("post", post) for post in CHOICES["post"] if post != "none"}
-    assert carried == {(field, choice) for field in CHOICES for choice in CHOICES[field]} - missed
+    assert supported == {(field, choice) for field in CHOICES for choice in CHOICES[field]} - missed
 
 
 def test_auto_takes_them_where_the_environment_says_so(monkeypatch):

@@ -50,7 +50,12 @@ _verdicts: dict[Hashable, str | None] = {}
 """By (direction, kind): why the kernels are refused, or None if they agreed."""
 
 # Members of contract.Backend: those of the Triton backend
-ABOUT, CARRIES, refuses, saved_vector_count = triton.ABOUT, triton.CARRIES, triton.refuses, triton.saved_vector_count
+ABOUT, SUPPORTED, refuses, saved_vector_count = (
+    triton.ABOUT,
+    triton.SUPPORTED,
+    triton.refuses,
+    triton.saved_vector_count,
+)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:

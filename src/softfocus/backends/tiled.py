@@ -1,7 +1,7 @@
 """Pure torch on every device and dtype: tiles of whole rows, with a hand-written backward.
 
 A tile is some query rows of a few heads against all keys that they may see. So every
-:class:`Mechanism` is carried, and no row needs a second sweep. The backward computes the scores
+:class:`Mechanism` is supported, and no row needs a second sweep. The backward computes the scores
 again. Deterministic: nothing is atomic, and sums run in a fixed order for a given shape and number
 of threads.
 """
@@ -12,10 +12,10 @@ from torch import Tensor
 from softfocus import rows as rowwise
 from softfocus.backends.laser import LogWeights, ShiftedExponential
 from softfocus.backends.tiles import chunks, zero_gradients
-from softfocus.contract import FLOATING, Call, Carries, compute_dtype
+from softfocus.contract import FLOATING, Call, Supported, compute_dtype
 from softfocus.pointwise import POINTWISE
 
-CARRIES = Carries(
+SUPPORTED = Supported(
     similarity=("dot", "cosine"), length_scale=("1", "log(N)", "log512(N)"), score_bias=("0", "-log(N)", "-log(L)"),
     phi=tuple(POINTWISE), normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
     post=("none", "negate", "recentre", "recentre+l1"), reweighting=True, laser=True,

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from softfocus.backends.cpu import build as build
-from softfocus.backends.cpu.call import CARRIES, TENSOR_VIEW, broadcastable_view, pack_params, tensor_view
+from softfocus.backends.cpu.call import SUPPORTED, TENSOR_VIEW, broadcastable_view, pack_params, tensor_view
 from softfocus.contract import Call
 from softfocus.pointwise import FUSED
 
-__all__ = ["ABOUT", "CARRIES", "backward", "build", "forward", "refuses", "runner", "saved_vector_count"]
+__all__ = ["ABOUT", "SUPPORTED", "backward", "build", "forward", "refuses", "runner", "saved_vector_count"]
 
 ABOUT = "fused C++ kernels, compiled for this machine at first use: memory O(L)"
 # Members of contract.Backend that this backend does not need
@@ -100,7 +100,7 @@ def _kernel(name: str) -> Callable[..., int]:
 
     Raises:
         RuntimeError: ``with_phi`` in ``csrc/pointwise.h`` lacks a phi of FUSED, or ``Dtype`` in
-            ``csrc/params.h`` a dtype of CARRIES; or one of them has one more. A number without a
+            ``csrc/params.h`` a dtype of SUPPORTED; or one of them has one more. A number without a
             case would compute nothing, or read memory as another dtype.
     """
     library = build.library()
@@ -112,10 +112,10 @@ def _kernel(name: str) -> Callable[..., int]:
                 f"softfocus: the CPU kernels have {count} phi and pointwise.FUSED has {len(FUSED)}: see "
                 "docs/adding-a-phi.md"
             )
-        count, dtypes = c_int64.in_dll(library, "softfocus_dtype_count").value, len(CARRIES.dtypes)
+        count, dtypes = c_int64.in_dll(library, "softfocus_dtype_count").value, len(SUPPORTED.dtypes)
         if count != dtypes:
             raise RuntimeError(
-                f"softfocus: the CPU kernels have {count} dtypes and CARRIES has {dtypes}: see csrc/tensor.h"
+                f"softfocus: the CPU kernels have {count} dtypes and SUPPORTED has {dtypes}: see csrc/tensor.h"
             )
         kernel.argtypes = [c_char_p] + [c_void_p] * (_PARAMETERS[name] - 1)
     return kernel

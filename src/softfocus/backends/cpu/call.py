@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from softfocus import dropout
-from softfocus.contract import Call, Carries
+from softfocus.contract import Call, Supported
 from softfocus.mechanism import Mechanism
 from softfocus.pointwise import FUSED
 
-CARRIES = Carries(
+SUPPORTED = Supported(
     similarity=("dot", "cosine"), length_scale=("1", "log(N)", "log512(N)"), score_bias=("0", "-log(N)", "-log(L)"),
     phi=FUSED, normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
     post=("none",), reweighting=True, laser=True,
@@ -33,7 +33,7 @@ _ENUM_VALUES = {
     "post": {"none": 0},
 }
 """By field, in the order of ``struct Params``: the number of each value that the kernels implement.
-A value that CARRIES declares and that is not here raises KeyError. ``Params`` has no field for
+A value that SUPPORTED declares and that is not here raises KeyError. ``Params`` has no field for
 ``post``: it is here for that check alone.
 """
 
@@ -101,7 +101,8 @@ def pack_params(call: Call) -> tuple[bytes, list[Tensor]]:
     _, key_heads, key_length, value_dim = value.shape
     params = PARAMS.pack(
         batch, heads, key_heads, query_length, key_length, head_dim, value_dim,
-        visibility.left, visibility.right, CARRIES.dtypes.index(query.dtype), *_mechanism_fields(mechanism), threads(),
+        visibility.left, visibility.right, SUPPORTED.dtypes.index(query.dtype), *_mechanism_fields(mechanism),
+        threads(),
         call.dropout.number, dropout.threshold(call.dropout.p),
         call.scale, mechanism.power or 0.0,
         *tensor_view(query), *tensor_view(key), *tensor_view(value),

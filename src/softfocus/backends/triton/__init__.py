@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softfocus.contract import Call, Carries
+from softfocus.contract import Call, Supported
 from softfocus.mechanism import Mechanism
 from softfocus.pointwise import FUSED
 
-CARRIES = Carries(
+SUPPORTED = Supported(
     similarity=("dot", "cosine"), length_scale=("1", "log(N)", "log512(N)"), score_bias=("0", "-log(N)", "-log(L)"),
     phi=FUSED, normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
     post=("none",), reweighting=True, laser=True,

@@ -145,7 +145,7 @@ extern "C" __attribute__((visibility("default"))) int softfocus_forward(const so
   return done ? 0 : 1;
 }
 
-// The caller compares them with the lengths of pointwise.FUSED and CARRIES.dtypes.
+// The caller compares them with the lengths of pointwise.FUSED and SUPPORTED.dtypes.
 extern "C" {
 extern __attribute__((visibility("default"))) const int64_t softfocus_phi_count, softfocus_dtype_count;
 const int64_t softfocus_phi_count = softfocus::count_phi(), softfocus_dtype_count = softfocus::count_dtypes();
