@@ -14,12 +14,13 @@ config = LlamaConfig(
     num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=2,
+    initializer_range=64**-0.5,  # 1 / sqrt(hidden_size): from the default, 0.02, the layout had no gain
 )
 near = {"mechanism": "laser(lssa)", "window": 32}
 model = softfocus.hf.use(
     LlamaForCausalLM(config),
     {
-        0: [{"mechanism": "softmax", "window": 2, "heads": 2}, near],  # two heads see the token before
+        0: [{"mechanism": "softmax", "window": 2, "heads": 2}, near],  # two heads see a token and the one before
         "1::2": [{"mechanism": "cosine_log_n", "rope": 0, "heads": 2}, near],  # two see all keys, without RoPE
         "*": near,
     },

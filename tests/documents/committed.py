@@ -131,3 +131,8 @@ def disturbed(run: str) -> tuple[float, Mean, list[tuple[HeadRow, Mean]]]:
     assert found.length == 16 * found.train_length
     base, whole = (mean(found, row) for row in found.rows[:2])
     return base.value, base - whole, gains(found)
+
+
+def of_pages(*names: str) -> list[str]:
+    """The texts of pages, each with its white space as single spaces."""
+    return [" ".join((ROOT / name).read_text().split()) for name in names]

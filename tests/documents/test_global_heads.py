@@ -26,6 +26,7 @@ from .committed import (
     by_seed,
     loss,
     minus,
+    of_pages,
     of_seeds,
     recalls,
 )
@@ -180,7 +181,7 @@ def test_what_is_said_of_recall_is_measured():
     assert list(learned.values()) == every
     starts = [row for row in recalls("recall-global-heads") if row.startswith(f"{OURS}-start")]
     from_the_start = [one for row in starts for one in accuracies(recalls("recall-global-heads")[row])]
-    assert len(from_the_start) == 7, "README and docs/evidence.md say seven"
+    assert len(from_the_start) == 7, "docs/evidence.md says seven"
     assert all(one[64, False] < 0.25 for one in from_the_start)
     half = accuracies(recalls("recall-global-heads")[f"{OURS}-half"])
     least = min(min(one.values()) for one in half)
@@ -451,8 +452,7 @@ def test_what_is_said_of_english_documents_is_measured():
     assert far.sure
     assert f"it is above that with the window by {shown(far)}." in TEXT
     assert cell(by[ours], *FAR).loss < cell(by[ours], *HERE).loss
-    readme, limits = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/limitations.md"))
-    for page in (readme, limits):
+    for page in of_pages("docs/evidence.md", "docs/limitations.md"):
         assert f"difference is {shown(level[0])} at the training length, inconclusive (three seeds)" in page
 
 
@@ -541,7 +541,7 @@ def test_what_is_said_of_its_parts_is_measured():
         return " and ".join(map(shown, both)) + ("" if both[0].sure else ", both inconclusive")
 
     softmax = by["softmax-nope"]
-    assert len(softmax.evaluations) == 8, "README.md, docs/evidence.md"
+    assert len(softmax.evaluations) == 8, "docs/evidence.md"
     assert not any(beside(by, "softmax-nope", OURS, at).sure for at in (HERE, FAR))
     against = {**by, "Softmax": by_label("layouts")["Softmax"]}
     leads = [beside(against, "softmax-nope", "Softmax", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
@@ -601,8 +601,7 @@ def test_what_is_said_of_softmax_with_more_steps_is_measured():
     assert f"the differences are {near}, at the training length, and {far} at 16 times it" in TEXT
     before = beside({"longer": longer, "Softmax": by_label("layouts")["Softmax"]}, "Softmax", "longer")
     assert f"takes {shown(before)} off Softmax's loss" in TEXT
-    for page in ("README.md", "docs/evidence.md"):
-        assert f"at the training length is {near} (three seeds)" in " ".join((ROOT / page).read_text().split())
+    assert of_pages("docs/evidence.md")[0].count(f"at the training length is {near} (three seeds)") == 2
 
 
 def test_what_is_said_of_longer_texts_is_measured():
@@ -651,11 +650,10 @@ def test_what_is_said_of_a_head_that_sees_two_tokens_is_measured():
         theirs = by_seed("layouts", pair, rival)
         assert all(loss < theirs[seed] for seed, loss in by_seed("layouts", OURS, at).items())
     assert not any(beside(by, layout, pair, *at).sure for at in ((HERE, HERE), (FAR, WINDOWED), (WINDOWED, WINDOWED)))
-    readme, evidence = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/evidence.md"))
+    (evidence,) = of_pages("docs/evidence.md")
     text = f"is below Softmax by {gaps[0]} at the training length. Global heads are below"
-    assert f"{text} it by {gaps[2]} and, as trained at 16 times it, where it has a window, by {gaps[3]}" in evidence
     text += f" Softmax with the pair head by {gaps[2]} and, as trained at 16 times the length, where the latter has a"
-    assert f"{text} window, by {gaps[3]}" in readme
+    assert f"{text} window, by {gaps[3]}" in evidence
 
 
 def test_what_is_said_of_other_local_heads_is_measured():
@@ -729,7 +727,7 @@ def test_what_is_said_of_bpe_is_measured():
     assert not beside(by, "global-heads-start", best).sure
     assert f"minus itself with a window, is {shown(minus(by, ours, ours, FAR, WINDOWED), '+')}." in TEXT
     assert minus(by, ours, ours, FAR, WINDOWED).sure
-    assert minus(by, ours, ours, FAR, WINDOWED).value > 0, "README.md: far keys do not lower the mean"
+    assert minus(by, ours, ours, FAR, WINDOWED).value > 0, "docs/evidence.md: far keys do not lower the mean"
     for name in ("README.md", "docs/limitations.md"):
         assert shown(near).removeprefix("-") in " ".join((ROOT / name).read_text().split())
     rates = bpe_losses()
@@ -781,7 +779,7 @@ def test_what_is_said_of_longer_training_on_a_bpe_is_measured():
     assert f"Softmax's own seeds differ by {spread:.3f}, so" in TEXT
     assert not any(beside(by, better, "softmax", *pair).sure for pair in ((HERE, HERE), (FAR, WINDOWED)))
     assert beside(by, better, "laser-lssa-local").sure
-    first, limits = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/limitations.md"))
+    first, limits = of_pages("docs/evidence.md", "docs/limitations.md")
     near, far = (f"{min(lead)} to {max(lead)}" for lead in leads)
     assert f"with each of three seeds, by {near}. The mean is inconclusive, because Softmax's seeds differ by" in first
     assert f"Softmax's seeds differ by {spread:.3f}." in first

@@ -6,7 +6,7 @@ from statistics import fmean
 from softfocus.lab.report.points import Group, cell
 from softfocus.lab.run_folder.results import AS_TRAINED, Evaluation, Setting
 
-from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, beside, by_label, by_row, by_seed, minus, runs
+from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, beside, by_label, by_row, by_seed, minus, of_pages, runs
 from .tables import COLUMNS, said, shown, shown_losses, table
 
 TEXT = " ".join((ROOT / "docs/global-heads.md").read_text().split())
@@ -172,12 +172,8 @@ def test_far_keys_help_with_the_positions_and_in_nearly_all_documents():
     assert "at least 30 of 32 documents with each of three seeds on bytes, and in 32 of 32 on" in TEXT
 
 
-def of_pages(*names: str) -> list[str]:
-    return [" ".join((ROOT / name).read_text().split()) for name in names]
-
-
 def test_the_headlines_of_ten_million_parameters_are_the_measured_ones():
-    layouts, first = of_pages("docs/layouts.md", "README.md")
+    layouts, first = of_pages("docs/layouts.md", "docs/evidence.md")
     for study, unit in {"small-gpu/bytes": "byte", "small-gpu/longer": "token of a BPE"}.items():
         by = rows_of(study)
         for pair in ((HERE, HERE), (FAR, WINDOWED)):
@@ -224,7 +220,7 @@ def test_what_is_said_of_speed_is_measured():
     log = " ".join((ROOT / "docs/performance.md").read_text().split())
     assert "Of Softmax's step: `demo-global-heads` 1.10," in log
     assert "A step of `demo-global-heads` takes [1.10 times](performance.md#training) as long as Soft" in TEXT
-    (first,) = of_pages("README.md")
+    (first,) = of_pages("docs/evidence.md")
     assert "On a CPU a step takes 1.10 times as long as Softmax's." in first
     assert f"trained at {rates['global-heads'] / rates['softmax']:.2f} of Softmax's tokens per second" in first
 
@@ -292,8 +288,8 @@ def test_what_is_said_of_a_head_of_two_tokens_in_the_larger_model_is_measured():
     for at, rival in ((HERE, HERE), (FAR, WINDOWED)):
         pairs = zip(cell(by["global-heads"], *at).values, cell(by[pair], *rival).values, strict=True)
         assert all(mine < its for mine, its in pairs)
-    text = f"global heads are [lower by {near}](docs/global-heads.md#a-larger-model) (three seeds)."
-    assert text in " ".join((ROOT / "README.md").read_text().split())
+    text = f"global heads are [lower by {near}](global-heads.md#a-larger-model) (three seeds)."
+    assert text in of_pages("docs/evidence.md")[0]
 
 
 def test_what_is_said_of_the_larger_model_holds_for_every_seed():

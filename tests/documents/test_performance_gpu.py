@@ -245,6 +245,15 @@ def test_readme_says_what_gpus_measured():
         ("laser", "{:.1f} and {:.1f} times for LASER"),
     ):
         assert text.format(*(flex_ratio(name, what) for what in ("forward", "backward"))) in readme
+    softmax = (share(NOW["softmax", what, LENGTH]) for what in ("forward", "backward"))
+    assert "Our own softmax takes {:.2f} and {:.2f} there.".format(*softmax) in readme
+    wide = [share(WIDE[name, "forward", LENGTH]) for name in names.values() if (name, "forward", LENGTH) in WIDE]
+    assert f"With heads of 128 the shares are {min(wide):.2f} to {max(wide):.2f} forward." in readme
+    cells_of_whole = re.findall(
+        r"\d\.\d\d", " ".join(line for line in whole().splitlines()[2:] if "softmax" not in line)
+    )
+    least, most = min(map(float, cells_of_whole)), max(map(float, cells_of_whole))
+    assert f"Decoding one query takes {least:.2f} to {most:.2f} of SDPA's time." in readme
     shares = json.loads((H200 / "training.jsonl").read_text().splitlines()[-1])["speed_as_share_of_sdpa"]
     ours = {name: value for name, value in shares.items() if name != "sdpa"}
     assert f"trains at {min(ours.values()):.2f} to {max(ours.values()):.2f} of the speed" in readme

@@ -23,12 +23,14 @@ from .committed import (
     encoder_rates,
     every_layer,
     minus,
+    of_pages,
 )
 from .tables import NAMES, said, shown, shown_loss, table, tables_of
 from .test_global_heads_small import sizes
 
 README = (ROOT / "README.md").read_text()
 TEXT = " ".join(README.split())
+(EVIDENCE,) = of_pages("docs/evidence.md")
 SHOWN = (
     "Softmax", "softmax-pair-head", "cosine-nope", "laser-lssa-local", "lssa-local", "lssa-hybrid", "softplus_l1",
     "LASER", "LSSAR", "local-nope",
@@ -112,7 +114,10 @@ def test_the_commands_it_names_exist():
     from softfocus.lab.cli.app import app
 
     known = set(typer.main.get_command(app).commands)
-    assert set(re.findall(r"^softfocus (\w+)", README, re.MULTILINE)) <= known
+    blocks = "\n".join(re.findall(r"^```\w*\n(.*?)^```", README, re.DOTALL | re.MULTILINE))
+    named = set(re.findall(r"^softfocus (\w+)", blocks, re.MULTILINE))
+    assert named
+    assert named <= known
 
 
 def test_the_numbers_of_the_maps_are_the_committed_ones():
@@ -121,7 +126,7 @@ def test_the_numbers_of_the_maps_are_the_committed_ones():
         f"{lssar.zeros.mean:.1%} of LSSAR's visible weights are exactly zero, "
         f"and {softmax.zeros.mean:.1%} of Softmax's",
         f"of a row is {lssar.entropy.mean:.2f} nats, against {softmax.entropy.mean:.2f}",
-        f"{lssar.beyond.mean:.1%} lies a training length away or farther, against {softmax.beyond.mean:.1%}",
+        f"{lssar.beyond.mean:.1%} is on keys at least one training length away, against {softmax.beyond.mean:.1%}",
         f"In the layout it is {layout.beyond.mean:.1%}",
     ):
         assert text.replace("%", " %") in TEXT
@@ -182,16 +187,22 @@ def test_the_verdicts_it_counts_are_the_ledgers():
     failed = [source for _claim, source, toy, *_others in of_toy if toy == "fails"]
     assert len(failed) == int(fails)
     assert all("2501.13428" in source for source in failed), "the seven are about the first paper"
-    assert sum(source.startswith("Our question") for source in failed) == 1, "one of these is our question"
+    assert sum(source.startswith("Our question") for source in failed) == 1, "one tests a hypothesis of ours"
+    assert (
+        f"Of {judged} claims that were judged on tiny models, {holds} hold, {fails} fail and {inconclusive}" in EVIDENCE
+    )
 
 
 def test_the_claims_at_the_scale_small_are_the_ledgers():
     page = (RESULTS / "claims/README.md").read_text()
     holds, fails, inconclusive, *_others = re.search(r"^\| small \| (.*) \|$", page, re.MULTILINE)[1].split(" | ")
     assert (holds, fails, inconclusive) == ("0", "1", "4")
-    assert "Five of the 23 were judged with 10 M parameters, too: one fails, and four are inconclusive." in TEXT
+    assert "Five of the 23 were judged with 10 M parameters, too: one fails, and four are inconclusive." in EVIDENCE
     assert "With the first 3 alone 6 verdicts would differ" in " ".join(page.split())
-    assert "Six of the verdicts on tiny models rest on seeds that were added after three had been inconclusive." in TEXT
+    assert (
+        "Six of the verdicts on tiny models rest on seeds that were added after three had been inconclusive."
+        in EVIDENCE
+    )
 
 
 def test_lssar_in_every_layer_is_the_measured_one():
@@ -204,10 +215,10 @@ def test_lssar_in_every_layer_is_the_measured_one():
     said = (
         "the loss of LSSAR at 16 times the training length is {:.3f} nats per token. Softmax's is {:.3f}, and {:.3f} "
     )
-    assert f"{said.format(*losses)}with a window. LSSAR is above that by {shown(far).lstrip('+')}." in TEXT
-    assert f"LSSAR is higher than Softmax by {shown(near)}, inconclusive (three seeds, one learning rate)" in TEXT
+    assert f"{said.format(*losses)}with a window. LSSAR is above that by {shown(far).lstrip('+')}." in EVIDENCE
+    assert f"LSSAR is higher than Softmax by {shown(near)}, inconclusive (three seeds, one learning rate)" in EVIDENCE
     demo = shown(minus(by_label("layouts"), "LSSAR", "Softmax"))
-    assert f"With 0.8 M parameters LSSAR costs {demo} nats per byte at the training length." in TEXT
+    assert f"With 0.8 M parameters LSSAR costs {demo} nats per byte at the training length." in EVIDENCE
 
 
 def test_the_lead_over_a_better_trained_softmax_is_the_measured_one():
@@ -215,5 +226,5 @@ def test_the_lead_over_a_better_trained_softmax_is_the_measured_one():
     near, far = (beside(by, "global-heads", "best", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED)))
     assert (near.sure, far.sure) == (False, True)
     near, far = (shown(one).removeprefix("-") for one in (near, far))
-    assert f"is lower by {near} nats per token at the training length, which is inconclusive" in TEXT
-    assert f"and by {far} at 16 times it, where that softmax has a window." in TEXT
+    assert f"is lower by {near} nats per token at the training length, which is inconclusive" in EVIDENCE
+    assert f"and by {far} at 16 times it, where that softmax has a window." in EVIDENCE

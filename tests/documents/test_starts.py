@@ -8,7 +8,7 @@ from softfocus.lab.evaluate.means import Estimate
 from softfocus.lab.report.points import Group, cell
 from softfocus.lab.report.recall_compare import RecallGroup
 
-from .committed import FAR, HERE, ROOT, WINDOWED, accuracies, beside, by_label, by_row, by_seed, recalls
+from .committed import FAR, HERE, ROOT, WINDOWED, accuracies, beside, by_label, by_row, by_seed, of_pages, recalls
 from .tables import said, shown, shown_loss, table, tables_of
 
 PAGE = (ROOT / "docs/global-heads.md").read_text()
@@ -107,8 +107,8 @@ def test_one_start_serves_both():
     near, far = shown(near).lstrip("-"), shown(far).lstrip("-")
     text = f"below Softmax from 0.09 by {near} at the training length, and at 16 times it, as trained, below that"
     assert f"{text} Softmax with a window by {far}." in TEXT
-    readme, goal = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/evidence.md"))
-    assert f"a lower loss on bytes than Softmax's best, by {near} at 1x and by {far} at 16x" in readme
+    (goal,) = of_pages("docs/evidence.md")
+    assert f"a lower loss on bytes than Softmax's best, by {near} at 1x and by {far} at 16x" in goal
     text = f"by {near} at the training length, and as trained at 16 times it below that Softmax with a window by {far}."
     assert text in goal
     for at, rival in ((HERE, HERE), (FAR, WINDOWED)):
@@ -137,7 +137,7 @@ def test_one_start_serves_both():
     assert f"With a window of 64 tokens in all heads the eight models find {min(blind):.2f} to {max(blind):.2f}" in TEXT
     more = [one[4096, True] for one in longer]
     text = f"they find {least} or more among filler at up to 64 times the training length, and"
-    assert f"{text} {min(more):.2f} to {max(more):.2f} among 64 times as many pairs." in readme
+    assert f"{text} {min(more):.2f} to {max(more):.2f} among 64 times as many pairs." in goal
     assert f"On recall it finds at least {least} among filler at 64 times the length." in goal
 
 
@@ -161,12 +161,12 @@ def test_softmax_in_every_head_is_compared_from_its_better_start():
         assert sum(a < b for a, b in zip(cell(ours, *at).values, cell(rival, *at).values, strict=True)) == 7
     text = "From 0.09 global heads are below softmax in every head from 0.0625 by {} and {}, with seven of eight seeds."
     assert text.format(*(shown(one).lstrip("-") for one in best)) in TEXT
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    link = "[from 0.0625](docs/global-heads.md#one-start-for-loss-and-recall)"
+    (evidence,) = of_pages("docs/evidence.md")
+    link = "[from 0.0625](global-heads.md#one-start-for-loss-and-recall)"
     text = f"Started {link} softmax in every head of the layout is below Softmax from 0.09 by {leads[0]} (0.8 M)."
-    assert f"{text} Global heads from 0.09 are below that model by {shown(best[0]).lstrip('-')}." in readme
+    assert f"{text} Global heads from 0.09 are below that model by {shown(best[0]).lstrip('-')}." in evidence
     text = f"that model is above `demo-global-heads` by {shown(best[0]).lstrip('-')}, with seven of eight seeds."
-    assert text in " ".join((ROOT / "docs/evidence.md").read_text().split())
+    assert text in evidence
     text = f"`demo-global-heads`, from 0.09, is below it by {' and '.join(shown(one).lstrip('-') for one in best)}."
     assert text in TEXT
 
@@ -184,10 +184,8 @@ def test_softmax_in_every_head_finds_far_keys_from_that_start():
     assert filler > 0.99
     assert f"times as many pairs it finds {min(pairs):.2f} to {max(pairs):.2f}, more than global heads." in TEXT
     near, far = (shown(lead("0.0625", far, ALL)).lstrip("-") for far in (False, True))
-    readme, goal = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/evidence.md"))
-    assert (
-        f"its lead on bytes is {near} and {far}; on recall, with {number} seeds, it finds more among pairs." in readme
-    )
+    (goal,) = of_pages("docs/evidence.md")
+    assert f"its lead on bytes is {near} and {far}; on recall, with {number} seeds, it finds more among pairs." in goal
     text = f"on bytes it is below the same Softmax by {near} and {far} (eight seeds), and on recall it finds over 99 %"
     assert f"{text} among filler ({number} seeds), and more among pairs." in goal
     every = cell(on_text()["0.0625"][ALL], *FAR).values, cell(on_text()["0.0625"][ALL], *HERE).values

@@ -5,8 +5,6 @@ last.
 import re
 from pathlib import Path
 
-from transformers import LlamaConfig, LlamaForCausalLM
-
 import softfocus
 import softfocus.hf
 
@@ -40,11 +38,10 @@ def test_the_guide_runs(tmp_path, monkeypatch, capsys):
         assert part in printed
 
 
-def test_the_layout_with_global_heads_fits_a_model_with_eight(tokens):
+def test_the_layout_with_global_heads_fits_grouped_queries(tokens):
     (code,) = re.findall(r"^```python\n(.*?)^```", (DOCS / "global-heads.md").read_text(), re.DOTALL | re.MULTILINE)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "vocab_size": 61}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **sizes))
-    exec(code, {"softfocus": softfocus, "model": model})
-    kinds = "1x softmax[2] + 7x laser_lssa[64] / 4x cosine_log_n nope + 4x laser_lssa[64] / laser_lssa[64]"
-    assert str(softfocus.hf.layout_of(model)) == kinds
-    assert model(tokens(1, 9)).logits.isfinite().all()
+    names: dict = {}
+    exec(code, names)
+    kinds = "4x softmax[2] + 4x laser_lssa[256] / 4x cosine_log_n nope + 4x laser_lssa[256] / laser_lssa[256]"
+    assert str(softfocus.hf.layout_of(names["model"])) == kinds
+    assert names["model"](tokens(1, 9)).logits.isfinite().all()
