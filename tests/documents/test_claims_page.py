@@ -151,6 +151,9 @@ def test_what_is_said_of_the_rates_of_tables_is_measured():
     swept = by_row("toy-learning-rates")
     softmax = of_seeds({"half": swept["softmax-half"], "own": own, "twice": swept["softmax-twice"]}, {0})
     lowest = min(cell(group, *HERE).loss for group in softmax.values())
+    higher = [known["scenario_i"][n] / cell(group, *HERE).loss - 1 for n, group in enumerate(softmax.values())]
+    page = " ".join((RESULTS / "claims/softplus-table-2.md").read_text().split())
+    assert f"higher than softmax's by {100 * min(higher):.0f} to {100 * max(higher):.0f} % at each" in page
     activations = {row: min(known[row]) for row in known if row.endswith("_l1") and row.count("_") == 1}
     assert len(activations) == 7
     assert sorted([*activations.values(), lowest]).index(activations["relu2_l1"]) == 1
@@ -347,3 +350,13 @@ def test_laser_is_below_its_rival_at_each_rate_with_one_seed():
         f"Temperatures, with their normalisation, lower LASER's loss at each rate, by {min(temperature):.3f} or more."
         in TEXT
     )
+
+
+def test_what_qk_norm_does_to_laser_depends_on_the_rate():
+    plain = rates_of(by_row("toy-learning-rates"), claim("laser-qk-norm").group("laser"), "laser")
+    lower = [one.loss - both.loss for one, both in zip(plain, laser_rates()["qk_norm_laser"], strict=True)]
+    losses = plain[2].loss, laser_rates()["qk_norm_laser"][2].loss
+    assert "lowers LASER's loss at 8e-3, from {:.3f} to {:.3f}.".format(*losses) in TEXT
+    assert f"At 4e-3 it lowers it by {lower[1]:.3f}, and at 2e-3 it raises it by {-lower[0]:.3f}." in TEXT
+    page = " ".join((RESULTS / "claims/laser-qk-norm.md").read_text().split())
+    assert f"it does at twice the rate, by {lower[2]:.3f}, and raises it at half, by {-lower[0]:.3f}." in page

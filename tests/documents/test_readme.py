@@ -186,8 +186,9 @@ def test_the_verdicts_it_counts_are_the_ledgers():
     of_toy = [line.split(" | ") for line in page.splitlines() if line.startswith("| [")]
     failed = [source for _claim, source, toy, *_others in of_toy if toy == "fails"]
     assert len(failed) == int(fails)
-    assert all("2501.13428" in source for source in failed), "the seven are about the first paper"
+    assert all("2501.13428" in source for source in failed), "the eight are about the first paper"
     assert sum(source.startswith("Our question") for source in failed) == 1, "one tests a hypothesis of ours"
+    assert int(fails) == 8
     assert (
         f"Of {judged} claims that were judged on tiny models, {holds} hold, {fails} fail and {inconclusive}" in EVIDENCE
     )
