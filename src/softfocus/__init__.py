@@ -1,5 +1,5 @@
 """Softplus attention that stays in focus: one call shaped like PyTorch's own, for LSSA, LSSAR,
-LASER and their rivals.
+LASER and their baselines.
 
 Names are resolved on first use, so importing the package loads nothing, and using it needs torch
 alone.
@@ -52,11 +52,11 @@ _HOME = {
 }
 
 
-_ROOMS = ("hf", "nn", "testing")
+_SUBMODULES = ("hf", "nn", "testing")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _SUBMODULES:
         return import_module(f"softfocus.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'softfocus' has no attribute {name!r}")

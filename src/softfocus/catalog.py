@@ -140,7 +140,7 @@ _CATALOG = Catalog(
         Entry("softplus_l1", Mechanism(phi="softplus"), f"{SOFTPLUS_PAPER} eq. 3, table 3, Softplus"),
         Entry("mish_l1", Mechanism(phi="mish"), f"{SOFTPLUS_PAPER} eq. 3, table 3, Mish"),
         Entry("exp_l1", Mechanism(phi="exp"), f"{SOFTPLUS_PAPER} eq. 3, table 3, e^x", "Softmax by another name."),
-        # Table 4: the rivals without softmax, LSSA, and the re-weighted three
+        # Table 4: the baselines without softmax, LSSA, and the re-weighted three
         Entry(
             "sigmoid_log_l",
             Mechanism(phi="sigmoid", score_bias="-log(L)", normaliser="none"),

@@ -222,8 +222,8 @@ def explain(
     backend: str = "auto",
     **keywords: Any,
 ) -> Explanation:
-    """Which backend ``attention()`` with the same arguments runs on, and why not each other one.
-    Print it.
+    """Which backend ``attention()`` with the same arguments runs on, and why the others were not
+    chosen. Print it.
 
     Raises:
         ValueError, TypeError: as ``attention()``.

@@ -1,9 +1,8 @@
-"""Any mechanism in any Transformers architecture that dispatches its attention: GPT-NeoX, Llama,
-Qwen, BERT, ViT, ...
+"""Any mechanism in Transformers models whose attention is dispatched: GPT-NeoX, Llama, Qwen, BERT,
+ViT, ... (docs/transformers.md lists those that are refused).
 
 Importing this module registers the attention implementation "softfocus" and its mask function with
-Transformers, and teaches configs and models about the mechanisms that :func:`use` writes into
-them::
+Transformers. Configs and models then read the mechanisms that :func:`use` writes into them::
 
     import softfocus.hf
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
@@ -14,7 +13,7 @@ Heads and layers may differ (:mod:`softfocus.layout`)::
 
     softfocus.hf.use(model, {"0::2": {"mechanism": "softmax", "window": 128}, "1::2": "lssar"})
 
-Transformers also gets to know T6, whose attention is factorised (:mod:`softfocus.hf.t6`).
+T6, whose attention is factorised, is registered, too (:mod:`softfocus.hf.t6`).
 
 What a model runs is saved in config.json, with an ``attn_implementation`` that only this import
 makes known. Such a model does not come back as softmax: without the import Transformers refuses to
@@ -74,8 +73,8 @@ _t6.register()
 
 
 def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout, **parameters: float) -> Target:
-    """Put a mechanism into a model, or into a config from which a model will be built. Again to
-    switch to another.
+    """Put a mechanism into a model, or into a config from which a model will be built. Call it
+    again to switch to another.
 
     Args:
         target: a model, changed in place, or a config. A model gets a config of its own, a copy:
@@ -147,8 +146,8 @@ def layout_of(target: PreTrainedModel | PreTrainedConfig) -> Layout | None:
 
 
 def window(target: Target, keys: int, sinks: int = 0) -> Target:
-    """Narrow every attention of a model, or of a config's models, to the last keys: what a user of
-    softmax would try first.
+    """Narrow every attention of a model, or of a config's models, to the last keys: a common way to
+    run a softmax model beyond its training length.
 
     Heads that have a window as narrow already keep theirs: to widen or take away a window, call
     :func:`use` again. Nothing is learned anew. What :func:`use` put in is changed in place, in each

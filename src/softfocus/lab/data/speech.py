@@ -303,5 +303,6 @@ def _soundfile():  # type: ignore[no-untyped-def]
     try:
         import soundfile
     except (ImportError, OSError) as error:
-        raise LabError(f"files of speech need soundfile: {error}", "pip install 'softfocus[speech]'") from error
+        remedy = "pip install 'softfocus[speech]', or in a checkout pip install -e '.[speech]'"
+        raise LabError(f"files of speech need soundfile: {error}", remedy) from error
     return soundfile

@@ -369,7 +369,8 @@ def _lamb(train: TrainTable) -> tuple[Any, dict[str, Any]]:
         from pytorch_optimizer import Lamb  # an extra, which takes seconds to import
     except ModuleNotFoundError:
         raise LabError(
-            "train.optimizer = 'lamb' needs the package pytorch-optimizer", "run `pip install 'softfocus[lamb]'`"
+            "train.optimizer = 'lamb' needs the package pytorch-optimizer",
+            "pip install 'softfocus[lamb]', or in a checkout pip install -e '.[lamb]'",
         ) from None
     # Decay is part of what the trust ratio scales, and the first steps are not divided by 1 - beta,
     # as they are by default
