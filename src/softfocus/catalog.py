@@ -221,7 +221,7 @@ _CATALOG = Catalog(
             "cosine_log_n",
             Mechanism(similarity="cosine", scale="log(d)", length_scale="log(N)"),
             "softfocus",
-            "LSSA's scores with a plain softmax: the rival that every claim about softplus has to beat.",
+            "LSSA's scores with a plain softmax: the baseline that every claim about softplus has to beat.",
         ),
     )
 )

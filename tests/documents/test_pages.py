@@ -116,8 +116,8 @@ def test_the_pages_with_tables_of_results_are_tested():
     tests/core/test_gpu_stages.py.
     """
     assert {path.stem for path in PAGES if tables_of(path.read_text())} == {
-        "README", "claims", "evidence", "global-heads", "layouts", "performance", "performance-gpu", "slow-start",
-        "transformers",
+        "README", "api", "claims", "evidence", "global-heads", "layouts", "performance", "performance-gpu",
+        "slow-start", "transformers",
     }  # fmt: skip
 
 
