@@ -96,7 +96,7 @@ def attention(
     row i sees, is counted from them. A row that sees no key is zero and passes no gradient. NaN and
     infinities that a row cannot see never affect it. Those that it sees make it NaN, and so does a
     NaN in a floating mask or bias. One exception is fused decoding of re-weighted rows, which does
-    not read a value of negligible weight (docs/limitations.md). Scores, weights and statistics are
+    not read a value of negligible weight (docs/numerics.md). Scores, weights and statistics are
     computed in float32 (float64 for float64), but for three exceptions on GPUs (docs/precision.md).
 
     Args:

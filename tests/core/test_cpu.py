@@ -480,7 +480,7 @@ def test_the_bits_of_a_row_do_not_depend_on_larger_phi_beside_it():
      ("sharpened(relu2_l1, 2.5)", 1e-14), ("laser(relu_l1)", 1e-28), ("laser(sharpened(relu_l1, 3))", 1e-28)],
 )  # fmt: skip
 def test_a_row_whose_phi_add_up_to_too_little_is_without_weights(mechanism, size, queries):
-    """docs/limitations.md: below 1e-25 a row sum counts as 0, and so do the output and every
+    """docs/numerics.md: below 1e-25 a row sum counts as 0, and so do the output and every
     gradient of the row.
     """
     algebra = softfocus.named(mechanism)

@@ -235,7 +235,7 @@ def test_a_wrong_kernel_would_be_noticed(wrong):
     assert noticed >= 3, noticed
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="known misses: docs/limitations.md")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="known misses: docs/numerics.md")
 @pytest.mark.parametrize(
     "seed",
     [

@@ -601,7 +601,7 @@ def test_a_bias_that_log2_e_would_make_infinite(quiet, monkeypatch, name, split)
     """Two rows of equal biases keep the mean of V, and a third one the value of its largest bias.
 
     The gradients of softmax are those of the third row. In the others the backward's logsumexp,
-    some 1e38, has lost log N (docs/limitations.md).
+    some 1e38, has lost log N (docs/numerics.md).
     """
     if split:
         split_keys(monkeypatch, 64)
@@ -677,7 +677,7 @@ def test_statistics_in_float16(quiet, name):
 
 @pytest.mark.parametrize(("phi", "finite"), [(44e3, True), (46e3, False)])
 def test_where_softplus_overflows_float16(quiet, phi, finite):
-    """docs/limitations.md: where it exceeds about 45,000. softplus of such a score is the score."""
+    """docs/numerics.md: where it exceeds about 45,000. softplus of such a score is the score."""
     query, key, value = (
         torch.randn(1, 1, n, 16, generator=torch.Generator().manual_seed(n)).to(DEVICE, HALF) for n in (17, 20, 21)
     )
@@ -694,7 +694,7 @@ def test_where_softplus_overflows_float16(quiet, phi, finite):
     [("softplus", 0.5, 0.2, True), ("softplus", 0.5, 1.1, False), ("sigmoid", 0.25, 1.1, False), ("exp", 1, 4.0, True)],
 )
 def test_where_gradients_overflow_float16(quiet, phi, derivative, size, finite):
-    """docs/limitations.md: where |dL/dA - delta| phi' exceeds 65504, for keys a quarter of that.
+    """docs/numerics.md: where |dL/dA - delta| phi' exceeds 65504, for keys a quarter of that.
     Here that product is ``size`` times 65504: scores and delta are near 0.
     """
     generator = torch.Generator().manual_seed(0)

@@ -74,7 +74,7 @@ def scaled_operand(x, rnorm):
     [R].
 
     The forward and query_gradients scale the query alone. |q.k| is then at most |k|, and overflows
-    only if |k| >= 2^128 (docs/limitations.md). key_gradients loads scaled queries and scales its
+    only if |k| >= 2^128 (docs/numerics.md). key_gradients loads scaled queries and scales its
     keys, too. In float16 query_gradients scales keys for the product with the gradient.
 
     Powers of two scale exactly, so that all kernels compute the same score. Exception: float16

@@ -68,7 +68,7 @@ def dot_weights(weights, x, algebra, blocks):
     [BLOCK_Q, BLOCK_DV]. A float16 call multiplies in tf32 if the normaliser is not l1, because
     weights then do not sum to one, and for LASER, whose x is e^V or dL/d(A e^V). Any other float16
     call overflows where f of softplus exceeds 65504, without re-weighting or in a tied row
-    (docs/limitations.md).
+    (docs/numerics.md).
     """
     IN_TF32: tl.constexpr = algebra.inputs_are_fp16 and (algebra.laser or algebra.normaliser != "l1")
     weights = to_operand_dtype(weights, x.dtype, IN_TF32)
@@ -91,7 +91,7 @@ def dot_grad_scores(grad_scores, x, algebra, blocks, HAS_ROW_FACTORS: tl.constex
       to 1 / TIE_TOLERANCE = 2^16 times larger in a row of nearly equal scores than in others.
 
     In any other float16 call float16 overflows, with softplus and sigmoid, where
-    |dL/dA - delta| phi' exceeds 65504 (docs/limitations.md).
+    |dL/dA - delta| phi' exceeds 65504 (docs/numerics.md).
     """
     IN_TF32: tl.constexpr = algebra.inputs_are_fp16 and (
         algebra.phi.has_zeros or algebra.normaliser != "l1" or (algebra.reweighted and HAS_ROW_FACTORS)
