@@ -26,13 +26,14 @@ def train(
 
     Shipped recipes, each alone or with one of the endings in brackets: demo(-softmax, -lssa,
     -lssa-local, -lssar, -laser, -laser-lssa-local, -hybrid, -global-heads, -larger, -slow-start,
-    -one-start, -t6, -t6-lssar); toy(-llama, -stablelm); small(-global-heads, -llama, -stablelm);
-    gpt2-124m(-softmax, -lssa, -lssar, -laser, -llama, -stablelm); repeats; mqar(-softmax, -ssmax,
+    -one-start, -t6, -t6-lssar); toy(-llama, -stablelm, -t6); small(-global-heads, -llama,
+    -stablelm, -t6); gpt2-124m(-softmax, -lssa, -lssar, -laser, -llama, -stablelm, -t6); repeats;
+    mqar(-softmax, -ssmax, -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar, -laser, -window, -nope,
+    -nope-lssar, -short-rope-lssar, -hybrid, -global-heads, -one-start); passkey(-softmax, -ssmax,
     -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar,
-    -short-rope-lssar, -hybrid, -global-heads, -one-start); passkey(-softmax, -ssmax, -cosine-log-n,
-    -lssa, -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar, -global-heads); vit-toy;
-    vit-small; vit-s16; bert-toy; bert-small; bert-base; conformer-toy; conformer-small;
-    conformer-librispeech. Ctrl-C keeps a checkpoint; --resume goes on exactly there.
+    -global-heads); vit-toy; vit-small; vit-s16; bert-toy; bert-small; bert-base; conformer-toy;
+    conformer-small; conformer-librispeech. Ctrl-C keeps a checkpoint; --resume goes on exactly
+    there.
 
     Example: `softfocus train demo-lssar --out runs/p7 --set "model.mechanism=sharpened(lssa, 7)"`
 
