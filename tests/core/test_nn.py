@@ -251,11 +251,18 @@ def test_the_page_about_sdpa_says_what_backends_support():
             for one in mechanisms()
             if any(getattr(named(one), field) not in getattr(supported, field) for field in fields)
         ]
+        common = {"bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"}
+        assert common <= set(supported.features), "all four support these"
+        assert supported.reweighting
+        assert supported.laser
         assert ("all but seven" in row) == (len(lacking) == 7), name
         if lacking:
             listed = f"The seven are {', '.join(f'`{one}`' for one in lacking[:-1])} and `{lacking[-1]}`."
             assert listed in " ".join(text.split())
-    assert f"head_dim of at most {triton.MAX_HEAD_DIM}; batch x heads of at most {triton.MAX_HEADS:,}" in text
+    assert (
+        f"head_dim of at most {triton.MAX_HEAD_DIM}, of values too; batch x heads of at most {triton.MAX_HEADS:,};"
+        in text
+    )
 
 
 def test_a_nan_in_a_floating_padding_mask_makes_the_rows_nan():

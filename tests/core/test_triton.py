@@ -49,7 +49,7 @@ DEVICE = "cuda" if GPU else "cpu"
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), *([pytest.mark.gpu] if GPU else [])]
 CASE = {case.name: case for case in CASES}
 KERNELS = ("forward", "query_gradients", "key_gradients", "bias_gradients", "decode")
-CARRIED = sorted(
+SUPPORTED_NAMES = sorted(
     name for name, entry in mechanisms().items() if entry.mechanism.phi in FUSED and entry.mechanism.post == "none"
 )
 SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
@@ -121,7 +121,7 @@ def test_parity(quiet, case, name, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [SINGLE, BRAIN, HALF], ids=str)
-@pytest.mark.parametrize("name", CARRIED)
+@pytest.mark.parametrize("name", SUPPORTED_NAMES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_all_parity(quiet, case, name, dtype):
     check(fused, case, name, dtype, device=DEVICE)
@@ -1059,7 +1059,7 @@ def test_there_are_tiles_for_every_kernel_of_every_mechanism(monkeypatch):
     for arch in (80, 90, 100, "gfx942"):
         active = SimpleNamespace(get_current_target=lambda arch=arch: SimpleNamespace(arch=arch))
         monkeypatch.setattr(tuning, "driver", SimpleNamespace(active=active))
-        for name, width, kernel, dtype in product(CARRIED, (16, 64, 72, 128, 256), KERNELS, (SINGLE, BRAIN)):
+        for name, width, kernel, dtype in product(SUPPORTED_NAMES, (16, 64, 72, 128, 256), KERNELS, (SINGLE, BRAIN)):
             query = torch.ones(1, 1, 8, width, dtype=dtype)
             taken.add(tuning.candidates(kernel, functional.validated_call(query, query, query, mechanism=name)))
     assert taken == {tiles for table in TABLES for tiles in table.values()}

@@ -10,6 +10,7 @@ import pytest
 
 import softfocus
 import softfocus.hf
+import softfocus.hf.t6
 import softfocus.nn
 import softfocus.testing
 
@@ -58,6 +59,11 @@ def mechanisms() -> str:
 
 
 TABLES = {name: (lambda name=name: names_of(name)) for name in MODULES} | {"mechanisms": mechanisms}
+
+
+def test_every_public_name_is_on_the_page():
+    for module in (*MODULES.values(), softfocus.hf.t6):
+        assert not [name for name in set(module.__all__) - {"__version__"} if f"`{name}" not in PAGE]
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -8,7 +8,7 @@ import pytest
 from softfocus.lab.evaluate.means import Estimate
 from softfocus.lab.report.points import Group, cell
 
-from .committed import FAR, HERE, ROOT, by_row, claim, disturbed, minus, of_seeds
+from .committed import FAR, HERE, ROOT, by_row, claim, disturbed, minus, of_pages, of_seeds
 from .tables import COLUMNS, said, shown_losses, table, tables_of
 
 PAGE = (ROOT / "docs/claims.md").read_text()
@@ -187,10 +187,14 @@ def test_what_is_said_of_figure_1_by_training():
         by = {name: pairs[name][row] for name in ("as in the claim, 4e-3", "at 2e-3", "at 8e-3")}
         best[row] = min(by, key=lambda name, by=by: cell(by[name], *HERE).loss)
     assert best == {"lssar": "at 8e-3", "softmax": "as in the claim, 4e-3"}
-    ours, other = (cell(pairs[name][row], 2.0, NTK).loss for row, name in best.items())
-    assert f"LSSAR is above at 2x: {ours:.3f} against {other:.3f}." in TEXT
-    page = " ".join((ROOT / "docs/results/claims/softplus-figure-1.md").read_text().split())
-    assert f"at its best of three rates it is above by {ours - other:.3f} at 2x" in page
+    each = {row: pairs[name][row] for row, name in best.items()}
+    above = said(minus(each, "lssar", "softmax", (2.0, NTK))).removeprefix("+")
+    assert f"LSSAR is above at 2x by {above}." in TEXT
+    (page,) = of_pages("docs/results/claims/softplus-figure-1.md")
+    assert f"at its best of three rates it is above by {above} (three seeds" in page.replace(" at 2x,", ",")
+    own = claim("softplus-figure-1")
+    judged = minus({row: own.group(row) for row in ("lssar", "softmax")}, "lssar", "softmax", (2.0, NTK))
+    assert f"at twice the length, by {said(judged).removeprefix('+')}." in TEXT
     rises = {name: cell(by["lssar"], 16.0, NTK).loss / cell(by["lssar"], *HERE).loss - 1 for name, by in pairs.items()}
     assert [name for name, rise in rises.items() if rise <= 0.04] == [CHANGES["256"]]
     assert f"where it rises by {100 * rises[CHANGES['256']]:.1f} %." in TEXT

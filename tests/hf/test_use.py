@@ -60,7 +60,10 @@ def test_both_interfaces_are_registered_under_a_name_transformers_does_not_parse
 def test_without_transformers_the_import_says_what_to_install():
     code = "import sys; sys.modules['transformers'] = None; import softfocus.hf"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "ModuleNotFoundError: softfocus.hf needs Transformers; pip install 'softfocus[hf]'" in done.stderr
+    assert (
+        "ModuleNotFoundError: softfocus.hf needs Transformers; in your checkout of softfocus run pip install -e '.[hf]'"
+        in done.stderr
+    )
 
 
 def test_hooks_are_installed_once():

@@ -57,9 +57,9 @@ def test_a_missing_and_an_old_package(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert caught.value.code == 1
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert checks["datasets"]["finding"] == "not installed"
-    assert checks["datasets"]["remedy"] == "pip install 'softfocus[lab]', or in a checkout pip install -e '.[lab]'"
+    assert checks["datasets"]["remedy"] == "in your checkout of softfocus run pip install -e '.[lab]'"
     assert "written for" in checks["transformers"]["finding"]
-    assert checks["transformers"]["remedy"] == "pip install 'softfocus[hf]', or in a checkout pip install -e '.[hf]'"
+    assert checks["transformers"]["remedy"] == "in your checkout of softfocus run pip install -e '.[hf]'"
 
 
 def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "transformers":
         raise
-    message = "softfocus.hf needs Transformers; pip install 'softfocus[hf]', or in a checkout pip install -e '.[hf]'"
+    message = "softfocus.hf needs Transformers; in your checkout of softfocus run pip install -e '.[hf]'"
     raise ModuleNotFoundError(message, name=error.name) from None
 
 from softfocus.hf import backends as _backends

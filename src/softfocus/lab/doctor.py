@@ -97,7 +97,7 @@ def _packages() -> list[Check]:
             continue
         seen.add(wanted.name)
         extra = f"[{extras[0]}]" if extras[0] else ""
-        install = f"pip install 'softfocus{extra}', or in a checkout pip install -e '.{extra}'"
+        install = f"in your checkout of softfocus run pip install -e '.{extra}'"
         status: Status = "fail"
         try:
             finding = metadata.version(wanted.name)

@@ -412,5 +412,5 @@ def test_without_the_lab_extra_the_command_says_what_to_install(package: str) ->
     code = f"import sys; sys.modules[{package!r}] = None; from softfocus.lab.cli import main; main(['mechanisms'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "pip install 'softfocus[lab]'" in done.stderr
+    assert "pip install -e '.[lab]'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -86,4 +86,4 @@ def test_a_missing_package_is_named(tiny: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     with pytest.raises(LabError, match="needs the package pytorch-optimizer") as caught:
         train(load(tiny, LAMB), tmp_path / "run")
-    assert "pip install 'softfocus[lamb]'" in str(caught.value)
+    assert "pip install -e '.[lamb]'" in str(caught.value)

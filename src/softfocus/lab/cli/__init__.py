@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("softfocus"):
             raise
-        remedy = "pip install 'softfocus[lab]', or in a checkout pip install -e '.[lab]'"
+        remedy = "in your checkout of softfocus run pip install -e '.[lab]'"
         sys.exit(f"softfocus: {error.name} is not installed; {remedy}")
     except KeyboardInterrupt:  # while modules are imported; a command answers Ctrl-C itself
         sys.exit("softfocus: interrupted; run the command again")

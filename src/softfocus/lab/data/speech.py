@@ -303,6 +303,6 @@ def _soundfile():  # type: ignore[no-untyped-def]
     try:
         import soundfile
     except (ImportError, OSError) as error:
-        remedy = "pip install 'softfocus[speech]', or in a checkout pip install -e '.[speech]'"
+        remedy = "in your checkout of softfocus run pip install -e '.[speech]'"
         raise LabError(f"files of speech need soundfile: {error}", remedy) from error
     return soundfile

@@ -24,7 +24,7 @@ def require() -> None:
     """
     if find_spec("lm_eval") is None:
         what = "evaluate.also = ['tasks'] takes lm_eval, which is not installed"
-        raise LabError(what, "pip install 'softfocus[tasks]', or in a checkout pip install -e '.[tasks]'")
+        raise LabError(what, "in your checkout of softfocus run pip install -e '.[tasks]'")
 
 
 @measures

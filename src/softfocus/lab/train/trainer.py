@@ -370,7 +370,7 @@ def _lamb(train: TrainTable) -> tuple[Any, dict[str, Any]]:
     except ModuleNotFoundError:
         raise LabError(
             "train.optimizer = 'lamb' needs the package pytorch-optimizer",
-            "pip install 'softfocus[lamb]', or in a checkout pip install -e '.[lamb]'",
+            "in your checkout of softfocus run pip install -e '.[lamb]'",
         ) from None
     # Decay is part of what the trust ratio scales, and the first steps are not divided by 1 - beta,
     # as they are by default
