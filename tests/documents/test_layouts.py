@@ -198,9 +198,17 @@ ELSEWHERE = {  # rows of other studies, at rates that --set gave them
         "g-learned-scale": "global heads, a learned scale of the cosine, from 2",
         "w-window-32": "LASER over LSSA, every other layer local, windows of 32",
         "w-rope-half": "the same with windows of 64, half of RoPE in the global layers",
-        "h-p7": "`demo-hybrid`, p = 7",
+        "h-p3": "`demo-hybrid`, p = 3",
+        "h-p7": "the same with p = 7",
         "h-p15": "the same with p = 15",
         "h-p31-laser": "LASER over `demo-hybrid`",
+        "h-window-32": "`demo-hybrid`, windows of 32",
+        "h-one-global": "`demo-hybrid`, one global layer, the last",
+        "h-base-100000": "`demo-hybrid`, all of RoPE, base 100,000, in the global layers",
+        "h-nope-head": "`demo-hybrid`, one global head runs softmax without RoPE",
+        "h-one-in-four": "`demo-hybrid`, one global head of four without RoPE",
+        "h-start-3": "`demo-hybrid`, the power grows from 3",
+        "h-geometric": "`demo-hybrid`, the power grows geometrically",
     },
 }
 
