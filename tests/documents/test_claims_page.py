@@ -9,7 +9,7 @@ import pytest
 
 from softfocus.lab.report.points import Cell, cell
 
-from .committed import FAR, HERE, RESULTS, ROOT, by_row, claim, encoder_rates, loss, minus, of_seeds
+from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, by_row, claim, encoder_rates, loss, minus, of_pages, of_seeds
 from .tables import shown, shown_loss, table, tables_of
 from .test_claims_rates import TABLES as RATES
 from .test_claims_rates import loss_or_diverged, rates_of
@@ -361,3 +361,20 @@ def test_what_qk_norm_does_to_laser_depends_on_the_rate():
     page = " ".join((RESULTS / "claims/laser-qk-norm.md").read_text().split())
     assert f"QK-norm lowers LASER's loss at twice the rate, by {lower[2]:.3f}." in page
     assert max(abs(lower[0]), abs(lower[1])) < 0.01, "nearly equal"
+
+
+def test_what_is_found_of_t6_and_of_layer_norm_is_measured():
+    by = {row: claim("softplus-t6").group(f"t6_{row}") for row in ("softmax", "lssar")}
+    here, far = minus(by, "lssar", "softmax"), minus(by, "lssar", "softmax", FAR, WINDOWED)
+    assert here.sure
+    assert far.sure
+    page, other = of_pages("docs/results/claims/softplus-t6.md", "docs/results/claims/laser-qk-layer-norm.md")
+    assert f"by {shown(here).lstrip('+')}. At 16x, as trained" in page
+    assert f"training length, by {shown(far).lstrip('+')}." in page
+    groups = {row: claim("laser-qk-layer-norm").group(f"stablelm_{row}") for row in ("qk_norm", "softmax")}
+    rises = [cell(group, times, "as trained").loss for group in groups.values() for times in (1.0, 4.0)]
+    assert "from {:.3f} to {:.3f} with softmax, and from {:.3f} to {:.3f} without QK-norm.".format(*rises) in other
+    rows = ("qk_norm_laser", "qk_norm", "laser", "softmax")
+    losses = [[cell(claim("laser-qk-layer-norm").group(f"stablelm_{row}"), *at).loss for row in rows]
+              for at in (HERE, WINDOWED)]  # fmt: skip
+    assert losses == [sorted(some) for some in losses], "the same order"
