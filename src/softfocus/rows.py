@@ -249,9 +249,10 @@ def _reweight(rows: Rows, count: Tensor, power: Tensor | float) -> None:
     """Eq. 5: u = relu(f - threshold) / spread, A = u^p / sum u^p. Any factor of the row cancels."""
     f, norm = rows.f, rows.norm
     threshold_on = (count > MAX_UNTHRESHOLDED_COUNT).to(f.dtype)
-    threshold = threshold_on * norm / count.clamp(min=1.0)
+    mean = norm / count.clamp(min=1.0)
+    threshold = threshold_on * mean
     largest = f.amax(-1, keepdim=True)
-    rows.peak = (largest * count / norm - threshold_on).clamp_(min=0.0)
+    rows.peak = (largest / mean - threshold_on).clamp_(min=0.0)  # largest * count may overflow
     tied = rows.peak <= TIE_EPS * torch.finfo(f.dtype).eps
     rows.spread = (largest - threshold).masked_fill_(tied, 1.0)
     rows.u = (f - threshold).clamp_(min=0.0).div_(rows.spread)

@@ -1143,3 +1143,15 @@ def test_the_peak_is_the_highest_weight_over_the_mean(backend, dtype, name):
     within(got.peak, expected(torch.float64), expected(dtype) if dtype == torch.float32 else None)
     one = got.peak[0, 0, :3].double()
     assert (one - 1).abs().max() <= 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, *SINGLE])
+def test_the_peak_of_a_huge_score_is_finite(backend):
+    """One score of 1e36 among a thousand. Its product with N overflows; the peak is N - 1."""
+    key = torch.zeros(1, 1, 1000, 1)
+    key[0, 0, 3] = 1e36
+    mechanism = sharpened(named("relu_l1"), 3)
+    inputs = torch.ones(1, 1, 1, 1), key, normal(1, 1, 1000, 2, seed=0, dtype=torch.float32)
+    out, rows = attention(*inputs, mechanism=mechanism, scale=1.0, backend=backend, return_statistics=True)
+    torch.testing.assert_close(rows.peak, torch.full((1, 1, 1), 999.0))
+    assert torch.equal(out[0, 0, 0], inputs[2][0, 0, 3])

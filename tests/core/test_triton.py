@@ -711,6 +711,24 @@ def test_where_gradients_overflow_float16(quiet, phi, derivative, size, finite):
         assert grads[2].isfinite().all()
 
 
+def test_gradients_of_exact_rows_of_nearly_equal_scores_in_float16(quiet):
+    """LASER over LSSAR: a value of 40 marks every row. dL/df is 15 / 1e-4 times the others', beyond
+    float16, and its sum with the keys is not.
+    """
+    query, key, value = torch.zeros(3, 1, 1, 64, 64, dtype=torch.float64)
+    query[..., 0] = 1.0
+    key[0, 0, 2:, 3] = 1.0
+    key[0, 0, :2, 0], key[0, 0, 0, 1], key[0, 0, 1, 2] = 0.9, 0.43, 0.43
+    value[0, 0, 1], value[0, 0, 63] = 1.0, 40.0
+    grads = []
+    for backend, dtype in (("triton", HALF), ("reference", torch.float64)):
+        leaves = [x.to(DEVICE, dtype).requires_grad_() for x in (query, key, value)]
+        out = attention(*leaves, mechanism="laser_lssar", scale=5e-5, backend=backend)
+        grads.append(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+    for got, expected in zip(*grads, strict=True):
+        assert (got.double() - expected).abs().max() <= 2**-9 * expected.abs().max()
+
+
 def test_gradients_of_keys_beside_a_tiny_query(quiet):
     """Cosines do not know how long a query is, and a power of two of its length changes not a bit:
     also where keys are nearly alike, so that what multiplies their gradients is large.

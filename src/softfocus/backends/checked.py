@@ -3,9 +3,10 @@
 ``backend="auto"`` runs the kernels through this module, because they are compiled on the user's
 machine for shapes that no test has run, and a wrong kernel must not silently give wrong numbers. A
 part of the call is compared with the tiled backend in float64. Kinds that disagree or do not
-compile run on the tiled backend from then on, after one warning. A kind is a mechanism, a dtype,
-the sizes of a head and the optional arguments. The numbers in the tensors do not belong to it, nor
-do lengths, except in decoding.
+compile run on the tiled backend from then on, after one warning. A kind is all that chooses the
+compiled kernels: the mechanism, the dtype, the sizes of a head, the sides of the window, the
+optional arguments, the device and so on (``_kind``). The numbers in the tensors do not belong to
+it, nor do lengths, except in decoding.
 
 ``SOFTFOCUS_TRITON=trusted`` omits the check.
 """
@@ -135,7 +136,7 @@ class Comparison(NamedTuple):
         got: the kernels' result.
         tiled_same_dtype: the tiled backend's, in the same dtype.
         tiled_float64: the tiled backend's in float64.
-        size: the size of what was summed.
+        size: the largest magnitude that was summed; ULP_LIMIT eps size is allowed for its rounding.
     """
 
     got: Tensor
@@ -198,7 +199,7 @@ def _sizes_of_sums(part: Call, grad: Tensor) -> dict[str, float]:
     The gradients themselves may cancel to nothing, and their size then says nothing about their
     rounding. The kernels round every dL/ds by up to half a unit in the last place before they
     multiply it with keys and queries. For query and key the sums are therefore scaled so that
-    ULP_LIMIT times the size is half of the sum.
+    ULP_LIMIT eps size is half a unit in the last place (eps) of the sum.
     """
     half = 0.5 / ULP_LIMIT
     double = _in_double(part)

@@ -2,7 +2,8 @@
 
 They work on blocks of at most 128 whole rows. The forward keeps their scores, 128 Lk floats per
 thread, which for long rows exceed the processor's cache. The backward also allocates as many floats
-for dL/dA, and with re-weighting as many again for u and a byte per key and row. The forward is
+for dL/dA, and with re-weighting as many again for u and a byte per key and row. LASER needs as
+many again for its exact terms. The forward is
 deterministic for any number of threads, the backward for a given number.
 """
 

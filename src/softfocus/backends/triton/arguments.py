@@ -107,8 +107,8 @@ class Inputs(NamedTuple):
         scale: the d-dependent factor of the scores.
         lengths: of a cache: int32 [B], how many of its keys each sequence has
             (``loading.sequence_length``); or None.
-        page_table: of a cache in pages: int32 [B, 1, 1, n], the page of each page_size keys; or
-            None.
+        page_table: of a cache in pages: int32 [B, 1, 1, n], whose entry i is the page of the
+            sequence's keys from i page_size on; or None.
         seed: of dropout, 2^63 + 2 seed + 1; or None.
         drop_below: constexpr; a weight whose 16 random bits are below it is dropped.
         keep_scale: constexpr, what multiplies the weights that are kept.
@@ -212,7 +212,8 @@ class Phi(NamedTuple):
 
     Attributes:
         value: (s, shift, algebra) to phi 2^-shift, multiplied by ``phi_unit``.
-        derivative: (s, shift, algebra) to phi' 2^-shift, not multiplied by ``phi_unit``.
+        derivative: (s, shift, algebra) to phi' 2^-shift, not multiplied by ``phi_unit``. phi' is
+            always d phi / ds of the score in natural units.
         log: (s, shift, value) to the natural logarithm of what ``value`` returns (phi 2^-shift,
             times ``phi_unit``). It is accurate even where that underflows.
         log_derivative: s to phi' / phi, where phi is too small to be divided by: 1 in the
@@ -245,7 +246,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         BLOCK_Q, BLOCK_K: queries and keys of a tile.
-        BLOCK_D, BLOCK_DV: D and Dv, rounded up to sizes that tensor cores multiply.
+        BLOCK_D, BLOCK_DV: D and Dv, rounded up to powers of two, and to at least 16 (tl.dot).
         dims_fill_tile: whether D and Dv equal BLOCK_D and BLOCK_DV.
         precision: of float32 products: "ieee" or "tf32".
         widen: whether bfloat16 operands are multiplied in float32, as Triton's interpreter needs.

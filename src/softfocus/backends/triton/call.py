@@ -50,12 +50,12 @@ from softfocus.backends.triton.tuning import next_power_of_two
 from softfocus.contract import LEAVES, Call, pack
 
 TILES_PER_SPLIT = 4  # unmeasured
-"""At most one split for so many tiles of the key length. Its tiles may be fewer, masked or none."""
+"""At most one split for so many tiles of the key length. It may have fewer, or none."""
 ELEMENTS_AT_ONCE = 4096  # unmeasured
 """Elements whose norms or exponentials one program computes."""
 ALIGNED = 16
 """Bytes. Triton compiles one kernel for addresses that are multiples of it, and one for others."""
-UNMEASURED = ("decode", "bias_gradients")  # they take the first of their tile shapes
+NOT_TUNED = ("decode", "bias_gradients")  # they take the first of their tile shapes
 FP_FUSION = {"enable_fp_fusion": True}
 """Lets the compiler fuse a product and a sum into one instruction. Triton 3.9 warns that the
 default of this option will change: here it is set, so that neither results nor speed change.
@@ -222,7 +222,7 @@ class Launcher:
 
     def _fastest(self, kernel: str, run: Callable[[tuning.TileShape], None]) -> tuning.TileShape:
         if (
-            kernel in UNMEASURED
+            kernel in NOT_TUNED
             or knobs.runtime.interpret
             or self.call.cache
             or not (self.call.query.numel() and self.call.key.numel())

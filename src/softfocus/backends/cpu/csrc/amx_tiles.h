@@ -1,6 +1,6 @@
-// Dot products of bfloat16 rows by Intel's AMX: the processor multiplies a tile [16 rows, 32
-// dimensions] by a tile [32 dimensions, 16 keys]. Products of bfloat16 are exact in float, and sums
-// are in float, so that dot products of normal elements round no more than those of
+// Dot products of bfloat16 rows by Intel's AMX: the processor multiplies an AMX tile [16 rows, 32
+// dimensions] by another [32 dimensions, 16 keys]. Products of bfloat16 are exact in float, and
+// sums are in float, so that dot products of normal elements round no more than those of
 // register_tile(). AMX flushes subnormal elements to 0. Rows are therefore multiplied by a power of
 // two first (pack_amx_row()). Without cosine similarity:
 //
@@ -14,7 +14,8 @@
 // that does not overflow for the rows as given. Rows in between are left alone. A flushed element
 // times an element up to 2^100 (2^40 in the last line) of the other row is below 2^-26. So each
 // flushed element changes s by less than 2^-26 times the score scale. Rounding changes e^s by up to
-// 2^-24 of it.
+// 2^-24 of it. Beyond 2^100 (2^40) the error grows with the other element. Such rows are not
+// treated specially.
 //
 // With cosine similarity every row is multiplied by its prescale. In unit vectors a flushed element
 // is below 2^-126, and so is its term of the dot product.
@@ -34,7 +35,7 @@
 
 namespace softfocus {
 
-// A tile register holds 16 rows or keys by 32 dimensions: 1 KiB
+// An AMX tile holds 16 rows or keys by 32 dimensions: 1 KiB
 constexpr int64_t AMX_ROWS = 16, AMX_DIMS = 32;
 // The most dimensions of one sum: longer float sums round too much (DOT_DIMS in product.h)
 constexpr int64_t AMX_DOT_DIMS = 64;
@@ -55,7 +56,8 @@ inline bool uses_amx([[maybe_unused]] const Params& params) {
 // rounded up to a power of two, and limited to 2^-126 to 2^126. A row is multiplied by its prescale
 // if that is above AMX_MAX_UNSCALED (elements below 2^-60), and by AMX_MIN_PRESCALE if its prescale
 // is below that (elements from 2^61 on). What pack_amx_row() returns for two rows has a product of
-// at most 2^120, which convert_strip() multiplies by the score scale.
+// at most 2^120. read_queries() multiplies the query's by the score scale, which gives dot_scale.
+// convert_strip() and convert_row() multiply that by the key's.
 constexpr float AMX_MIN_PRESCALE = 0x1p-60f, AMX_MAX_UNSCALED = 0x1p60f;
 
 // Writes a row [width] as bfloat16, perhaps times a power of two, with zeros after it: `to` [width

@@ -12,7 +12,7 @@ namespace {
 // itself if that is float32 in whole vectors.
 struct KeyHeadSums {
   // [Lk, padded_dim], [Lk, padded_value_dim]; unused if the sums are in the result itself
-  Buffer<float> key_scratch, value_scratch;
+  Buffer<float> grad_key_scratch, grad_value_scratch;
   // [Lk, padded_dim], [Lk, padded_value_dim]
   float *grad_key = nullptr, *grad_value = nullptr;
 };
@@ -51,8 +51,8 @@ void run_task(const Params& params, const GradientTensors& grads, const Schedule
     sums_at = direct ? static_cast<float*>(result) + key_head_index * params.key_length * dim : scratch;
     std::fill(sums_at, sums_at + params.key_length * stride, 0.0f);
   };
-  place(sums.key_scratch, sums.grad_key, grads.grad_key, padded_dim, params.head_dim);
-  place(sums.value_scratch, sums.grad_value, grads.grad_value, padded_value_dim, params.value_dim);
+  place(sums.grad_key_scratch, sums.grad_key, grads.grad_key, padded_dim, params.head_dim);
+  place(sums.grad_value_scratch, sums.grad_value, grads.grad_value, padded_value_dim, params.value_dim);
   for (int64_t g = 0; g < params.group(); ++g)
     for (int64_t block_index = task; block_index < schedule.blocks; block_index += schedule.tasks_per_head)
       worker.run(key_head_index / params.key_heads, key_head_index % params.key_heads * params.group() + g,

@@ -12,10 +12,11 @@ namespace softfocus {
 // exponents are clamped to MAX_EXPONENT (laser.h).
 struct ColumnShift {
   Buffer<float> shift;    // [padded_value_dim], M
-  Buffer<float> scratch;  // [BLOCK_K, padded_value_dim], e^(V - M) of a tile, unless M is 0
-  // Values above their M + LARGE_VALUE: of the block's tiles, or, if M is 0, of the whole key head
+  Buffer<float> scratch;  // [BLOCK_K, padded_value_dim], e^(V - M) of a tile, unless zero_shift
+  // Values above their M + LARGE_VALUE: with zero_shift of the key head, else of the block's tiles
   std::vector<ValueIndex> large;
-  bool zero_shift = false;  // M is 0
+  // M is 0, and the key head's e^V is read. False in decoding, even if M is 0.
+  bool zero_shift = false;
   // True in the first pass over the tiles after choose(), in which shifted_exp_values() appends to
   // `large`. Later passes would append the same values again.
   bool record_large = false;
@@ -59,8 +60,8 @@ struct ColumnShift {
     }
   }
 
-  // e^(V - M) of the keys [first_key, first_key + n): the key head's e^V if M is 0, else computed
-  // in `scratch`, which the next call overwrites. Calls values() for V [n, stride] unless M is 0.
+  // e^(V - M) of the keys [first_key, first_key + n): with zero_shift the key head's e^V, else
+  // computed in `scratch`, which the next call overwrites. values() gives V [n, stride].
   template <typename F>
   RowView shifted_exp_values(const KeyHeadData& key_data, F&& values, int64_t first_key, int64_t n,
                              int64_t padded_value_dim, int64_t value_dim) {

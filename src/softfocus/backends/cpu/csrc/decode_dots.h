@@ -12,8 +12,8 @@
 namespace softfocus {
 
 // Keys are read from memory as this many concurrent streams, because the hardware prefetches each
-// stream. That takes 21 ns per key instead of 28. Four streams gain half as much
-// (docs/performance.md).
+// stream. On one core that takes 21 ns per key instead of 28 (D and dtype were not recorded). Four
+// streams gain half as much (docs/performance.md).
 constexpr int STREAMS = 8;
 // If all keys, counted over all heads, take no more bytes than this, a cache may hold them. One
 // stream is then 5 % faster. The limit is a guess at what a third-level cache keeps.

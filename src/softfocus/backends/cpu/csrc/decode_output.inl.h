@@ -14,12 +14,12 @@ inline float BlockOutput<Phi>::add_live_values(const RowBlock<Phi>& block, int64
   const Params& params = block.params;
   int64_t padded_value_dim = block.padded_value_dim, batch_index = block.batch_index, key_head = block.key_head;
   bool in_place = contiguous_rows(params.value, params.value_dim);
-  std::vector<int64_t> tiles;  // start_k of each tile whose live keys are listed
+  std::vector<int64_t> listed_tiles;  // start_k of each tile whose live keys are listed
   DoubleSum power_sum;
-  auto add_lists = [&] {  // of the tiles
-    for (size_t i = 0; i < tiles.size(); ++i) {
+  auto add_lists = [&] {  // of the listed tiles
+    for (size_t i = 0; i < listed_tiles.size(); ++i) {
       power_sum.add(live.template raise_to_power<DROPOUT>(i, block.power[r]));
-      int64_t n = live.length[i], first_key = block.key_begin + tiles[i];
+      int64_t n = live.length[i], first_key = block.key_begin + listed_tiles[i];
       const uint8_t* keys = live.keys_of(i);
       auto add_values = [&](const auto* values, int64_t stride) {
         add_listed_rows(padded_value_dim / W, n, keys, live.u_of(i), values, stride, out + r * padded_value_dim);
@@ -35,20 +35,20 @@ inline float BlockOutput<Phi>::add_live_values(const RowBlock<Phi>& block, int64
       }
       add_values(static_cast<const float*>(value_scratch), padded_value_dim);
     }
-    tiles.clear();
+    listed_tiles.clear();
   };
   if (!block.fully_masked[r])
     block.each_tile([&](int64_t start_k) {
-      int64_t i = tiles.size();
+      int64_t i = listed_tiles.size();
       live.length[i] = block.template gather_live<DROPOUT>(r, start_k, live.keys_of(i), live.u_of(i));
-      tiles.push_back(start_k);
+      listed_tiles.push_back(start_k);
       if (in_place)
         for (int64_t e = 0; e < live.length[i]; ++e) {
           const T* row =
               row_pointer<T>(params.value, batch_index, key_head, block.key_begin + start_k + live.keys_of(i)[e]);
           for (int64_t d = 0; d < padded_value_dim; d += CACHE_LINE / sizeof(T)) __builtin_prefetch(row + d);
         }
-      if (tiles.size() == LISTS) add_lists();
+      if (listed_tiles.size() == LISTS) add_lists();
     });
   add_lists();
   return float(power_sum.total());

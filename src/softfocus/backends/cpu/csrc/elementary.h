@@ -13,8 +13,8 @@
 //
 // Largest relative errors in float32, measured over every range with fused multiply-adds: 8e-8 for
 // e^x, 9e-8 for ln u, 1.2e-7 for 1 - e^-f, 2.1e-7 for log(1 + e^-|s|). Without fused multiply-adds
-// (SSE) the error of e^x reaches 4e-6 at the ends of its range, since the argument is reduced less
-// exactly.
+// (SSE, and AVX before AVX2) the error of e^x reaches 4e-6 at the ends of its range, since the
+// argument is reduced less exactly.
 //
 // `exp_negative` propagates a NaN only if its low nine bits are 0, because it shifts these bits
 // into the exponent. The NaN of std::numeric_limits and of invalid operations on x86 and Arm is
@@ -51,43 +51,44 @@ __attribute__((always_inline)) inline void expm1_reduced(const vfloat (&r)[N], v
   unroll<N>([&](int i) { q[i] = q[i] * r[i]; });
 }
 
-// x = n ln 2 + r with |r| <= ln 2 / 2; n is in the low bits of `shifted`
+// x = n ln 2 + r with |r| <= ln 2 / 2. `biased` is n + ROUND_MAGIC: n is in its low bits.
 template <int N>
-__attribute__((always_inline)) inline void reduce_argument(const vfloat (&x)[N], vfloat (&shifted)[N], vfloat (&r)[N]) {
-  unroll<N>([&](int i) { shifted[i] = x[i] * LOG2_E + ROUND_MAGIC; });
-  unroll<N>([&](int i) { r[i] = shifted[i] - ROUND_MAGIC; });
+__attribute__((always_inline)) inline void reduce_argument(const vfloat (&x)[N], vfloat (&biased)[N], vfloat (&r)[N]) {
+  unroll<N>([&](int i) { biased[i] = x[i] * LOG2_E + ROUND_MAGIC; });
+  unroll<N>([&](int i) { r[i] = biased[i] - ROUND_MAGIC; });
   unroll<N>([&](int i) { r[i] = (x[i] - r[i] * LN2) - r[i] * LN2_REST; });
 }
 
-// x * 2^n for the n in the low bits of `shifted` (reduce_argument()). The result is arbitrary if it
+// x * 2^n for the n in the low bits of `biased` (reduce_argument()). The result is arbitrary if it
 // is not a normal float.
-inline vfloat times_power_of_two(vfloat x, vfloat shifted) { return (vfloat)((vuint)x + ((vuint)shifted << 23)); }
+inline vfloat times_power_of_two(vfloat x, vfloat biased) { return (vfloat)((vuint)x + ((vuint)biased << 23)); }
 
 // e^x for x <= 0; exactly 0 below EXP_MIN
 template <int N>
 __attribute__((always_inline)) inline void exp_negative(vfloat (&x)[N]) {
-  vfloat shifted[N], r[N], q[N];
-  reduce_argument(x, shifted, r);
+  vfloat biased[N], r[N], q[N];
+  reduce_argument(x, biased, r);
   expm1_reduced(r, q);
-  unroll<N>([&](int i) { q[i] = times_power_of_two(q[i] + 1.0f, shifted[i]); });
+  unroll<N>([&](int i) { q[i] = times_power_of_two(q[i] + 1.0f, biased[i]); });
   unroll<N>([&](int i) { x[i] = x[i] < EXP_MIN ? vfloat{} : q[i]; });
 }
 
-// log(1 + e^-|s|) with full relative precision; arbitrary where s is non-finite
+// log(1 + e^-|s|) with full relative precision. Where s is NaN or infinite the result is that of
+// |s| = 87, a finite number: Softplus adds it to relu(s), which carries the NaN or infinity.
 template <int N>
 __attribute__((always_inline)) inline void log1p_exp(const vfloat (&s)[N], vfloat (&y)[N]) {
-  vfloat x[N], shifted[N], e[N];
+  vfloat x[N], biased[N], e[N];
   // As in exp_negative(), of -|s| = n ln 2 + r. Two arrays are reused, because separate ones make
   // other code, whose speed was not measured. In order
   //     x: |s|, r
   //     e: n, e^r - 1, e^-|s|
   unroll<N>([&](int i) { x[i] = min(absolute(s[i]), splat(-EXP_MIN)); });
-  unroll<N>([&](int i) { shifted[i] = x[i] * -LOG2_E + ROUND_MAGIC; });
-  unroll<N>([&](int i) { e[i] = shifted[i] - ROUND_MAGIC; });
+  unroll<N>([&](int i) { biased[i] = x[i] * -LOG2_E + ROUND_MAGIC; });
+  unroll<N>([&](int i) { e[i] = biased[i] - ROUND_MAGIC; });
   // LN2_REST would add far less than the rounding of s.
   unroll<N>([&](int i) { x[i] = -(e[i] * LN2) - x[i]; });
   expm1_reduced(x, e);
-  unroll<N>([&](int i) { e[i] = times_power_of_two(e[i] + 1.0f, shifted[i]); });
+  unroll<N>([&](int i) { e[i] = times_power_of_two(e[i] + 1.0f, biased[i]); });
   unroll<N>([&](int i) { y[i] = e[i] * 0.005232690027f - 0.02950521992f; });
   unroll<N>([&](int i) { y[i] = y[i] * e[i] + 0.07822591751f; });
   unroll<N>([&](int i) { y[i] = y[i] * e[i] - 0.136632425f; });
@@ -102,11 +103,11 @@ __attribute__((always_inline)) inline void log1p_exp(const vfloat (&s)[N], vfloa
 // 1 - e^-f for f >= 0, with full relative precision
 template <int N>
 __attribute__((always_inline)) inline void one_minus_exp(vfloat (&f)[N]) {
-  vfloat shifted[N], r[N], q[N];
+  vfloat biased[N], r[N], q[N];
   unroll<N>([&](int i) { f[i] = -min(splat(EXPM1_MAX), f[i]); });
-  reduce_argument(f, shifted, r);
+  reduce_argument(f, biased, r);
   expm1_reduced(r, q);
-  unroll<N>([&](int i) { r[i] = times_power_of_two(splat(1.0f), shifted[i]); });
+  unroll<N>([&](int i) { r[i] = times_power_of_two(splat(1.0f), biased[i]); });
   // r is 2^n now, and e^r - 1 of the reduced argument is q: 1 - 2^n (1 + q)
   unroll<N>([&](int i) { f[i] = (1.0f - r[i]) - r[i] * q[i]; });
 }
@@ -119,10 +120,10 @@ inline vfloat exp_negative(vfloat x) {
 
 // e^x for every x; infinity where a float cannot hold it, 0 below EXP_MIN
 inline vfloat exponential(vfloat x) {
-  vfloat clamped[1] = {min(splat(EXP_MAX), x)}, shifted[1], r[1], q[1];  // a NaN stays NaN
-  reduce_argument(clamped, shifted, r);
+  vfloat clamped[1] = {min(splat(EXP_MAX), x)}, biased[1], r[1], q[1];  // a NaN stays NaN
+  reduce_argument(clamped, biased, r);
   expm1_reduced(r, q);
-  vint n = (vint)((vuint)shifted[0] << 23) >> 23;  // the low nine bits, with their sign
+  vint n = (vint)((vuint)biased[0] << 23) >> 23;  // the low nine bits, with their sign
   // The exponent in two steps: 2^128 is not a float.
   vint half = n >> 1;
   vfloat y = (q[0] + 1.0f) * floats((half + 127) << 23) * floats((n - half + 127) << 23);

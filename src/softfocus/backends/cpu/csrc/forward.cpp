@@ -80,7 +80,7 @@ struct Worker {
         float& x = output.out[r * block.padded_value_dim + d];
         x = output.zero_weights[r] ? 0.0f : std::log(x) + output.column_shift.shift[d];
       }
-    for (auto [index, exact] : exact_sums) output.out[index] = exact;
+    for (auto [index, output_element] : exact_sums) output.out[index] = output_element;
     for (int64_t r = 0; r < block.n_rows; ++r)
       if (block.count[r] == 1.0f && !output.zero_weights[r] && std::isfinite(block.norm[r])) copy_only_value(r);
   }

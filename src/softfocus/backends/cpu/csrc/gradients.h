@@ -115,7 +115,7 @@ class RowGradients {
   // [BLOCK_Q, row_stride], the exact terms X_j by offset j; only rows with has_exact are set
   Buffer<float> exact_terms;
   bool has_exact[BLOCK_Q];            // rows with at least one exact sum
-  double exact_log_sum[BLOCK_Q];      // of these rows: sum_j X_j log u_j
+  double exact_term_log_u[BLOCK_Q];   // of these rows: sum_j X_j log u_j
   KeyRange strip_keys[BLOCK_Q / MR];  // the keys that each strip sees in the tile at hand
   float delta[BLOCK_Q];               // D_i
   // Re-weighted rows: D_i in double minus delta. Both are subtracted from dA, so that digits are

@@ -15,7 +15,7 @@ inline void RowGradients<Phi>::compute_dense_grad_weights() {
   vfloat delta_sum[BLOCK_Q];       // over at most TILES_PER_SUM tiles, lane-wise
   DoubleSum delta_total[BLOCK_Q];  // over all tiles
   vfloat n_positive[BLOCK_Q];      // lane-wise number of keys with phi > 0; where Phi::has_zeros
-  int64_t tiles = 0;
+  int64_t tiles_done = 0;
   for (int64_t r = 0; r < BLOCK_Q; ++r) delta_sum[r] = n_positive[r] = vfloat{};
   block.each_tile([&](int64_t start_k) {
     const float* panels = block.key_data->value_panels + (block.key_begin + start_k) * params.value_dim;
@@ -23,11 +23,11 @@ inline void RowGradients<Phi>::compute_dense_grad_weights() {
       pack_shifted_exp_values(start_k);
       panels = shifted_exp_panels;
     }
-    for (int64_t panel = start_k; panel < start_k + BLOCK_K; panel += PANEL)
+    for (int64_t start_panel = start_k; start_panel < start_k + BLOCK_K; start_panel += PANEL)
       for (int64_t r = 0; r < block.n_rows; r += MR) {
-        KeyRange keys = block.strip_range(r, panel, PANEL);
+        KeyRange keys = block.strip_range(r, start_panel, PANEL);
         if (keys.empty()) continue;
-        const float* columns = panels + (panel - start_k) * params.value_dim + (keys.begin - panel);
+        const float* columns = panels + (start_panel - start_k) * params.value_dim + (keys.begin - start_panel);
         panel_dots<MR>(keys.vectors(), params.value_dim, grad_out + r * block.padded_value_dim, block.padded_value_dim,
                        columns, grad_weights_row(r, start_k) + keys.begin, BLOCK_K);
         for (int64_t i = r; i < std::min(r + MR, block.n_rows); ++i) {
@@ -35,7 +35,7 @@ inline void RowGradients<Phi>::compute_dense_grad_weights() {
           if (params.normaliser == L1) add_delta_terms(i, start_k, keys, delta_sum[i], n_positive[i]);
         }
       }
-    if (++tiles % TILES_PER_SUM == 0)
+    if (++tiles_done % TILES_PER_SUM == 0)
       for (int64_t r = 0; r < block.n_rows; ++r) delta_total[r].add(delta_sum[r]), delta_sum[r] = vfloat{};
   });
   if (params.normaliser != L1) return;

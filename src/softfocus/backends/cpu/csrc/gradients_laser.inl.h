@@ -14,16 +14,16 @@ template <typename Phi>
 inline void RowGradients<Phi>::laser_backward(float* grad_values) {
   const Params& params = block.params;
   output.compute(block);
-  std::vector<int64_t> exact;  // indices into grad_out
+  std::vector<int64_t> exact_indices;  // into grad_out
   output.each_exact_sum(block, [&](int64_t r, int64_t d, const WeightedKeys& keys, const float* log_u) {
     float* row = exact_terms + r * block.row_stride;
     if (!has_exact[r]) {
       std::fill(row, row + block.row_stride, 0.0f);  // whole vectors are read
       single_key[r] = keys.size() == 1;
-      exact_log_sum[r] = 0.0;
+      exact_term_log_u[r] = 0.0;
     }
     has_exact[r] = true;
-    exact.push_back(r * block.padded_value_dim + d);
+    exact_indices.push_back(r * block.padded_value_dim + d);
     float grad = grad_out[r * block.padded_value_dim + d];
     if (grad == 0.0f) return;
     auto term = [&](int64_t i) { return keys.log_weights[i] + block.value_at(block.key_begin + keys.offsets[i], d); };
@@ -32,7 +32,7 @@ inline void RowGradients<Phi>::laser_backward(float* grad_values) {
       float grad_share = grad * float(exponential_or_zero(term(i) - log_sum));  // dO w_j
       int64_t j = keys.offsets[i];
       row[j] += grad_share;
-      exact_log_sum[r] += double(grad_share) * log_u[j];
+      exact_term_log_u[r] += double(grad_share) * log_u[j];
       grad_values[(block.key_begin + j) * block.padded_value_dim + d] += grad_share;
     }
   });
@@ -44,7 +44,7 @@ inline void RowGradients<Phi>::laser_backward(float* grad_values) {
       // non-finite row: its dL/ds is NaN whatever g is.
       g = output.zero_weights[r] || g == 0.0f || std::isnan(sum) ? 0.0f : g / sum;
     }
-  for (int64_t index : exact) grad_out[index] = 0.0f;
+  for (int64_t index : exact_indices) grad_out[index] = 0.0f;
 }
 
 }  // namespace softfocus

@@ -1,6 +1,6 @@
 // Part of class RowGradients; included by gradients.h. Re-weighted rows ("listed"). dL/dA, A and g
-// are needed for live keys only, which are listed. dL/ds is dense: through the threshold every
-// visible key gets -o mean(g).
+// are needed for live keys only, which are listed. dL/ds is needed for all keys: through the
+// threshold every visible key gets -o mean(g).
 #pragma once
 
 #include "gradients.h"
@@ -93,7 +93,7 @@ inline void RowGradients<Phi>::finish_listed_row(int64_t r, const RowSums& sum, 
   // In a non-finite row peak is NaN and the condition holds: a NaN reaches dL/dp.
   if (with_log && !(block.peak[r] <= TIE_TOLERANCE))
     grad_power[r] = float((sum.u_p_log_da.total() - delta_i * sum.u_p_log.total()) * precise_inverse_power_sum[r] +
-                          (has_exact[r] ? exact_log_sum[r] : 0.0));
+                          (has_exact[r] ? exact_term_log_u[r] : 0.0));
 }
 
 // u of a row at offset j

@@ -29,7 +29,7 @@ class BlockOutput {
 
   // What the weights of a tile multiply: V, with LASER e^(V - M). [n, stride] for the n <= BLOCK_K
   // keys that exist. It may be in a scratch buffer, which the next call overwrites. With LASER and
-  // M not 0, the first pass over the tiles after choose() also records the large values.
+  // without zero_shift, the first pass over the tiles after choose() also records the large values.
   RowView prepare_tile_operand(const RowBlock<Phi>& block, int64_t start_k) {
     const Params& params = block.params;
     int64_t first_key = block.key_begin + start_k, stop_key = std::min(first_key + BLOCK_K, params.key_length);
@@ -83,7 +83,7 @@ class BlockOutput {
   LiveKeys<Phi> live;
   // [BLOCK_K, padded_value_dim], values of a tile that cannot be read in place
   Buffer<float> value_scratch;
-  Buffer<float> weights;    // [MR, BLOCK_K], the weights of a strip in a tile
+  Buffer<float> weights;    // [MR, BLOCK_K], of a strip in a tile: weights, or phi (fill_weights())
   Buffer<float> row_log_u;  // [padded_keys()], for LASER: log u of a row (compute_log_u())
   WeightedKeys weighted_keys;
 

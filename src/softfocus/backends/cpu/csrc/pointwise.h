@@ -27,7 +27,7 @@ struct Pointwise {
   static constexpr bool shifted_by_maximum = false;
   // phi(s) = e^s far below zero. With the l1 norm, rows whose scores all lie there store e^(s - m).
   static constexpr bool has_exp_tail = false;
-  // phi(s) = 0 for all s < 0: such keys have weight 0 (single_key, has_weight)
+  // phi(s) = 0 for all s <= 0, stored as 0: such keys have weight 0 (single_key, has_weight)
   static constexpr bool has_zeros = false;
   // to_stored() and log_value() give the same for the stored form as for s: LASER needs no s again
   static constexpr bool stored_stands_for_score = false;

@@ -32,7 +32,7 @@ namespace softfocus {
 //
 // A row with weights that is not tied has a spread of at least TIE_TOLERANCE * norm / N, so that
 // inverse_spread is finite for N up to 5e8. Its largest u is 1, that of a tied row is in [1, 2).
-// sum u^p is at least 1.
+// sum u^p is at least 1, unless p is above some 1e8.
 constexpr float MIN_ROW_SUM = 1e-25f;
 // If a row's norm is between these, sums over the row may take phi in place of the weights, and
 // weight_scale multiplies the sum. Otherwise phi times a number could overflow or underflow where
@@ -329,7 +329,7 @@ class RowBlock : public BlockVisibility {
   void finish_row(int64_t r);
   void set_reweighting(int64_t r);
   float largest_kept_u(int64_t r) const;
-  bool stores_shifted_exp(int64_t r) const { return maximum_first || exp_tail[r]; }
+  bool stores_exp_minus_max(int64_t r) const { return maximum_first || exp_tail[r]; }  // e^(s - m)
 
   // row_log_u.inl.h
   vfloat log_u_of_stored(int64_t r, vfloat stored_scores) const;

@@ -28,7 +28,7 @@ inline void RowBlock<Phi>::compute_log_u(int64_t r, float* row_log_u) {
   norm[r] = kept_norm, maximum[r] = kept_maximum;
   each_vector(from_score);
   // Sets the same norm and log_norm again: the row is finite and has weights (each_exact_sum())
-  if (stores_shifted_exp(r)) return exponentiate_row(r);
+  if (stores_exp_minus_max(r)) return exponentiate_row(r);
   each_tile([&](int64_t start_k) {
     KeyRange strip_keys = strip_range(r, start_k);
     float* row = tile_row(r, start_k);
@@ -61,7 +61,7 @@ inline vfloat RowBlock<Phi>::log_u_of_stored(int64_t r, vfloat stored_scores) co
 // cancel near u = 1.
 template <typename Phi>
 inline vfloat RowBlock<Phi>::log_u_of_score(int64_t r, vfloat s) const {
-  if (stores_shifted_exp(r)) return s - maximum[r];  // the largest phi and inverse_spread are 1
+  if (stores_exp_minus_max(r)) return s - maximum[r];  // the largest phi and inverse_spread are 1
   vfloat u = Phi::value(Phi::to_stored(s)) * inverse_spread[r], scale = splat(inverse_spread[r]);
   return u < SAFE_MIN ? Phi::log_value(s) + logarithm(scale) : logarithm(u);
 }

@@ -31,7 +31,7 @@ inline void RowBlock<Phi>::read_queries() {
       row_bias[r] = compute_row_bias(params, count[r]);
     }
     score_scale[r] = base_scale[r] * (params.head_scale ? params.head_scale[query_head] : 1.0f);
-    // A NaN that exp_negative() propagates (elementary.h)
+    // Replaces any NaN by the one that exp_negative() propagates (elementary.h)
     if (std::isnan(score_scale[r])) score_scale[r] = std::numeric_limits<float>::quiet_NaN();
     dot_scale[r] *= score_scale[r];
   }
@@ -45,9 +45,9 @@ inline void RowBlock<Phi>::compute_scores(int64_t first_row, int64_t stop_row, b
   DoubleSum totals[BLOCK_Q];
   vfloat phi_sums[BLOCK_Q], maxima[BLOCK_Q];
   for (int64_t r = first_row; r < stop_row; ++r) phi_sums[r] = vfloat{}, maxima[r] = splat(-INF);
-  int64_t tiles = 0;
+  int64_t tiles_done = 0;
   auto after_tile = [&] {
-    if (++tiles % TILES_PER_SUM != 0) return;
+    if (++tiles_done % TILES_PER_SUM != 0) return;
     for (int64_t r = first_row; r < stop_row; ++r) totals[r].add(phi_sums[r]), phi_sums[r] = vfloat{};
   };
   if (keep_scores || maximum_first)
@@ -139,29 +139,29 @@ inline void RowBlock<Phi>::amx_tile_dots([[maybe_unused]] int64_t first_row, [[m
 #if SOFTFOCUS_AMX
   AmxRegisters registers;
   int64_t width = round_up(params.head_dim, AMX_DIMS);
-  for (int64_t group_begin = first_row / AMX_ROWS * AMX_ROWS; group_begin < stop_row; group_begin += AMX_ROWS) {
-    int64_t row_begin = std::max(first_row, group_begin), row_end = std::min(stop_row, group_begin + AMX_ROWS);
+  for (int64_t begin16 = first_row / AMX_ROWS * AMX_ROWS; begin16 < stop_row; begin16 += AMX_ROWS) {
+    int64_t row_begin = std::max(first_row, begin16), row_end = std::min(stop_row, begin16 + AMX_ROWS);
     KeyRange keys{BLOCK_K + start_k, start_k};  // empty
     for (int64_t r = row_begin; r < row_end; ++r)
       if (KeyRange strip_keys = strip_range(r, start_k); !strip_keys.empty())
         keys = {std::min(keys.begin, strip_keys.begin), std::max(keys.end, strip_keys.end)};
     // AMX writes 16 rows. `stored` may end before the last of them. If only one row is computed,
     // the other rows must keep their stored scores.
-    bool in_place = group_begin + AMX_ROWS <= max_rows && stop_row - first_row > 1;
+    bool in_place = begin16 + AMX_ROWS <= max_rows && stop_row - first_row > 1;
     alignas(64) float scratch[AMX_ROWS * 2 * AMX_ROWS];  // [AMX_ROWS, 2 AMX_ROWS]
     for (int64_t j = keys.begin; j < keys.end; j += 2 * AMX_ROWS) {
       int64_t key = key_begin + j, n = std::min(2 * AMX_ROWS, keys.end - j);
-      float* to = in_place ? tile_row(group_begin, start_k) + j : scratch;
+      float* to = in_place ? tile_row(begin16, start_k) + j : scratch;
       int64_t stride = in_place ? BLOCK_K : 2 * AMX_ROWS;
-      auto dots = [&](auto tiles) {
-        amx_dots<tiles.value>(amx_queries + group_begin * width, width, key_data->amx_keys + key * width, to, stride);
+      auto dots = [&](auto amx_tiles) {
+        amx_dots<amx_tiles.value>(amx_queries + begin16 * width, width, key_data->amx_keys + key * width, to, stride);
       };
       if (n > AMX_ROWS)
         dots(std::integral_constant<int, 2>{});
       else
         dots(std::integral_constant<int, 1>{});
       for (int64_t r = row_begin; r < row_end && !in_place; ++r)
-        std::copy_n(scratch + (r - group_begin) * stride, n, tile_row(r, start_k) + j);
+        std::copy_n(scratch + (r - begin16) * stride, n, tile_row(r, start_k) + j);
     }
   }
 #endif
@@ -175,9 +175,10 @@ inline void RowBlock<Phi>::prefetch_strip(const float* to) {
   for (int64_t j = 0; j < MR * BLOCK_K; j += LINE_FLOATS) __builtin_prefetch(to + j, 1, 2);
 }
 
-// The part of a strip's range, in whole vectors, that the window lets all rows of the strip see. If
-// there is none, or the strip has a row after the block's last or a non-finite query, it is
-// {range.end, range.end}: convert_row() then takes the whole range.
+// The part of a strip's range, in whole vectors, that the window lets all rows of the strip see.
+// The caller has checked that the masks hide nothing of it. If there is none, or the strip has a
+// row after the block's last or a non-finite query, it is {range.end, range.end}: convert_row()
+// then takes the whole range.
 template <typename Phi>
 inline KeyRange RowBlock<Phi>::range_visible_to_all(int64_t r, KeyRange range) const {
   bool all = r + MR <= n_rows;
@@ -259,7 +260,7 @@ inline vfloat RowBlock<Phi>::load_bias(int64_t r, int64_t j) const {
     y = load(from + first_key);
   else
     for (int64_t i = 0; i < n_keys; ++i) y[i] = from[(first_key + i) * x.stride[3]];
-  // A NaN that exp_negative() propagates (elementary.h)
+  // Replaces any NaN by the one that exp_negative() propagates (elementary.h)
   return y == y ? y : splat(std::numeric_limits<float>::quiet_NaN());
 }
 
@@ -269,7 +270,7 @@ inline void RowBlock<Phi>::exponentiate_row(int64_t r) {
   float row_max = maximum[r] == -INF ? 0.0f : maximum[r];  // -inf - -inf would be NaN, not -inf
   DoubleSum total;
   vfloat phi_sum = vfloat{};
-  int64_t tiles = 0;
+  int64_t tiles_done = 0;
   each_tile([&](int64_t start_k) {
     KeyRange strip_keys = strip_range(r, start_k);
     float* row = tile_row(r, start_k);
@@ -287,7 +288,7 @@ inline void RowBlock<Phi>::exponentiate_row(int64_t r) {
       store(row + j, x);
       phi_sum += x;
     }
-    if (++tiles % TILES_PER_SUM == 0) total.add(phi_sum), phi_sum = vfloat{};
+    if (++tiles_done % TILES_PER_SUM == 0) total.add(phi_sum), phi_sum = vfloat{};
   });
   total.add(phi_sum);
   norm[r] = float(total.total());

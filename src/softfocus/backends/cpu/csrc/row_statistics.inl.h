@@ -9,7 +9,7 @@ namespace softfocus {
 // weights. Where e^(s - m) is to be stored, converts the scores.
 template <typename Phi>
 inline void RowBlock<Phi>::finish_row(int64_t r) {
-  // The values of a row that returns early below
+  // Defaults. set_reweighting() replaces them, except in tied and non-finite rows.
   exp_tail[r] = false;
   threshold_on[r] = peak[r] = threshold[r] = live_threshold[r] = weight_scale[r] = 0.0f;
   power[r] = inverse_spread[r] = 1.0f;
@@ -50,10 +50,10 @@ inline void RowBlock<Phi>::set_reweighting(int64_t r) {
     return;
   }
   // phi is non-decreasing, so the largest score has the largest phi.
-  float largest_phi = stores_shifted_exp(r) ? 1.0f : Phi::value(Phi::to_stored(splat(maximum[r])))[0];
+  float largest_phi = stores_exp_minus_max(r) ? 1.0f : Phi::value(Phi::to_stored(splat(maximum[r])))[0];
   threshold_on[r] = count[r] > MAX_UNTHRESHOLDED_COUNT ? 1.0f : 0.0f;
   float mean = norm[r] / count[r];
-  peak[r] = std::max(largest_phi * count[r] / norm[r] - threshold_on[r], 0.0f);
+  peak[r] = std::max(largest_phi / mean - threshold_on[r], 0.0f);
   if (peak[r] <= TIE_TOLERANCE) {
     threshold_on[r] = 0.0f;
     inverse_spread[r] = std::ldexp(1.0f, -std::ilogb(largest_phi));

@@ -13,8 +13,9 @@ inline vfloat from_bfloat16(vhalf x) { return floats((vint)(__builtin_convertvec
 
 inline vfloat from_float16(vhalf x) {
   vuint u = __builtin_convertvector(x, vuint), magnitude = u & 0x7fff;
-  // The exponent biases differ by 112. Subnormal halves are converted exactly, unless the processor
-  // flushes subnormal numbers (torch.set_flush_denormal). 0x7c00 is infinity; above it are NaNs.
+  // The exponent biases differ by 112. Subnormal float16 numbers are converted exactly, unless the
+  // processor flushes subnormal numbers (torch.set_flush_denormal). 0x7c00 is infinity; above it
+  // are NaNs.
   vuint y = (vuint)(floats((vint)(magnitude << 13)) * 0x1p112f);
   y |= magnitude >= 0x7c00 ? (vuint)splat(0x7f800000) : vuint{};
   return floats((vint)(y | (u & 0x8000) << 16));
@@ -40,9 +41,10 @@ inline vhalf to_float16(vfloat x) {
   vuint sign = (vuint)x >> 16 & 0x8000;
   x = absolute(x);
   vuint normal = ((vuint)x - (112u << 23) + 0xfff + ((vuint)x >> 13 & 1)) >> 13;
-  // The ulp of x + 0.5 is 2^-24, the ulp of subnormal halves, so the addition rounds.
+  // The ulp of x + 0.5 is 2^-24, the ulp of subnormal float16 numbers, so the addition rounds.
   vuint subnormal = (vuint)(x + 0.5f) - 0x3f000000u;
-  // Halves are normal from 2^-14 on. From 65520 on they round to infinity (0x7c00). 0x7e00 is NaN.
+  // float16 numbers are normal from 2^-14 on. From 65520 on they round to infinity (0x7c00). 0x7e00
+  // is NaN.
   vuint u = x < 0x1p-14f ? subnormal : normal;
   u = x < 65520.0f ? u : x == x ? (vuint)splat(0x7c00) : (vuint)splat(0x7e00);
   return __builtin_convertvector(u | sign, vhalf);

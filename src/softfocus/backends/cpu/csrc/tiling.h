@@ -9,8 +9,9 @@
 // are whole vectors.
 //
 // In a block start_k and j are offsets from key_begin; t counts the keys of a tile, or of a range,
-// from its first. In packing and prefetching j counts lanes. first_key, stop_key, key and start_q
-// are indices into the tensor. Keys in a list of live keys are counted from their tile's first.
+// from its first. r is a row, counted from start_q; d a dimension; e an entry of a list. In packing
+// j counts the W keys that are transposed together, in prefetching floats. first_key, stop_key, key
+// and start_q are indices into the tensor. Keys of a list are counted from their tile's first.
 #pragma once
 
 #include "vector.h"

@@ -156,7 +156,8 @@ class BlockVisibility {
     }
     key_begin = key_begin < key_end ? key_begin / BLOCK_K * BLOCK_K : 0;
     key_end = std::max(key_end, key_begin);
-    // W more: the stride is then no power of two, as with TILE_STRIDE (chosen, not measured).
+    // W more: RowGradients writes up to W elements past its last list. The stride is then also no
+    // power of two, as with TILE_STRIDE (chosen, not measured).
     row_stride = round_up(key_end - key_begin, BLOCK_K) + W;
   }
 

@@ -1,7 +1,8 @@
 """A few queries and many keys. The keys are split among programs so that the whole GPU reads them.
 
 There are up to three kernels. ``statistics`` computes the row statistics of each split. Unless rows
-are re-weighted it also computes the weighted values of the split: the sum of weights times values.
+are re-weighted it also computes the weighted values of the split: the sum of numerators times
+values.
 ``weights`` computes the weighted values of each split of re-weighted rows. It reads a value only if
 its weight is above rounding (with LASER, above 0). ``combine`` adds the splits.
 
@@ -14,8 +15,8 @@ u^p from ``weights``), which the product with the values loads. An access takes 
 while a key has hundreds of bytes. ``tl.debug_barrier`` is the barrier between the threads' stores
 and the loads that follow.
 
-In shapes ROWS_STORED is the number of rows, rounded up to a power of two. BLOCK_Q is ROWS_STORED,
-but at least 16. For a single row it is 1 in float32, which does not use tensor cores, and in
+The number of rows is H / Hk Lq. ROWS_STORED is that number, rounded up to a power of two. Helpers
+take ROWS, which is ROWS_STORED or BLOCK_Q. BLOCK_Q is ROWS_STORED, but at least 16. For a single row it is 1 in float32, which does not use tensor cores, and in
 ``weights``, where few values have weight.
 """
 
@@ -192,7 +193,8 @@ def statistics(
 def weights(
     inputs, algebra, masks, split_stats, split_accs, scores, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks
 ):
-    """The second kernel, for re-weighted rows alone: stores STAT_POWER_SUM, STAT_MARK and the
+    """The second kernel, for re-weighted rows alone. It replaces scores by the numerators u^p, and
+    stores STAT_POWER_SUM, STAT_MARK and the
     weighted values of a split.
     """
     splits, split = tl.num_programs(0), tl.program_id(0)
@@ -349,7 +351,8 @@ def _sum_values(
 
 @triton.jit
 def _negligible(inputs, algebra, count, tied, row_heads):
-    """The largest u^p of each row that counts as 0, [ROWS_STORED]: 2^-24 / max(p, N / p), p >= 1.
+    """The largest u^p of each row that counts as 0, [ROWS_STORED]: 2^-24 / max(p, N / p). A
+    learned p below 1 counts as 1 here.
 
     The omitted u^p, at most N, add up to at most 2^-24 p. Rounding the largest u, which is 1, by
     half an ulp causes the same error in its u^p. The p in the maximum matters only for p > sqrt(N).

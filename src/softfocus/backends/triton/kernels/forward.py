@@ -234,25 +234,25 @@ def store_results(
     """
     mask = q_offsets < inputs.query_length
     dv_offsets = tl.arange(0, blocks.BLOCK_DV)
-    weight_sum = power_sum if algebra.reweighted else f_sum
+    numerator_sum = power_sum if algebra.reweighted else f_sum
     # The product rounds the largest weight, so the sum must, too. A re-weighted row needs no such
     # correction: its largest u^p is 1, which is exact. A tied row gets none: out errs by up to half
     # an ulp, as FlashAttention's does
     if not algebra.inputs_are_fp32 and algebra.normaliser == "l1" and not algebra.reweighted:
         dtype = inputs.value_operand.pointer.dtype.element_ty
-        weight_sum = weighting.sum_with_largest_rounded(f_sum, row_max, shift, algebra, dtype)
+        numerator_sum = weighting.sum_with_largest_rounded(f_sum, row_max, shift, algebra, dtype)
     if algebra.laser:
-        needs_exact = _needs_exact(acc, weight_sum, f_sum, needs_exact, has_large_value, dv_offsets, inputs)
+        needs_exact = _needs_exact(acc, numerator_sum, f_sum, needs_exact, has_large_value, dv_offsets, inputs)
         tl.store(outputs.exact_heads + b * inputs.heads + row_heads, 1, mask=needs_exact & mask)
         # exp_out [BLOCK_Q, BLOCK_DV] is A e^V; NaN where f_sum is
-        exp_out = acc * (weighting.reciprocal_sum(weight_sum, algebra) + (f_sum - f_sum))[:, None]
+        exp_out = acc * (weighting.reciprocal_sum(numerator_sum, algebra) + (f_sum - f_sum))[:, None]
         # exp_out becomes 1 (log 1 = 0) in rows without weight, in padding columns, and where it
         # underflowed. Rows where it underflowed are marked, and EXACT replaces them
-        exp_out = tl.where((weight_sum[:, None] == 0.0) | (exp_out <= 0.0), 1.0, exp_out)
+        exp_out = tl.where((numerator_sum[:, None] == 0.0) | (exp_out <= 0.0), 1.0, exp_out)
         loading.store_like_out(outputs.residual, inputs, b, row_heads, q_offsets, mask, exp_out, blocks)
         acc = log2(exp_out, algebra.inputs_are_fp32) * LN2
     else:
-        acc = _normalised(acc, weight_sum, inputs, algebra, count, b)
+        acc = _normalised(acc, numerator_sum, inputs, algebra, count, b)
     acc = acc + (acc - acc) + (f_sum - f_sum)[:, None]  # infinity, of values or products, becomes NaN
     acc = tl.where(count[:, None] > 0.0, acc, 0.0)
     loading.store_like_out(outputs.out, inputs, b, row_heads, q_offsets, mask, acc, blocks)
@@ -275,35 +275,35 @@ def store_results(
 
 
 @triton.jit
-def _needs_exact(acc, weight_sum, f_sum, needs_exact, has_large_value, dv_offsets, inputs):
+def _needs_exact(acc, numerator_sum, f_sum, needs_exact, has_large_value, dv_offsets, inputs):
     """Which rows LASER marks [BLOCK_Q]: those of ``needs_exact``, those that see a large value, and
     those whose sum in some column of ``acc`` is small.
     """
     lowest = tl.min(tl.where(dv_offsets[None, :] < inputs.value_dim, acc, float("inf")), 1)  # [BLOCK_Q]
-    large = tl.zeros_like(weight_sum) + tl.max(has_large_value, 0)  # [BLOCK_Q]
-    # The sum of the weights counts as at least 1: if it is less (relu without a shift), the
-    # products themselves may underflow
-    needs_exact = needs_exact | (large > 0.0) | (lowest < laser.SMALL_SUM * tl.maximum(weight_sum, 1.0))
+    large = tl.zeros_like(numerator_sum) + tl.max(has_large_value, 0)  # [BLOCK_Q]
+    # The sum counts as at least 1. Without a shift (relu; softplus and sigmoid with bounded scores)
+    # it may be less, and the products themselves may underflow
+    needs_exact = needs_exact | (large > 0.0) | (lowest < laser.SMALL_SUM * tl.maximum(numerator_sum, 1.0))
     # Rows without weight and NaN rows have nothing to compute again. power_sum of 16-bit dtypes
     # hides a NaN; f_sum has it
-    return needs_exact & (weight_sum > 0.0) & (f_sum == f_sum)
+    return needs_exact & (numerator_sum > 0.0) & (f_sum == f_sum)
 
 
 @triton.jit
-def _normalised(acc, weight_sum, inputs, algebra, count, b):
+def _normalised(acc, numerator_sum, inputs, algebra, count, b):
     """acc [BLOCK_Q, BLOCK_DV], divided by the sum of the weights or multiplied by the row's
     factor.
     """
     if algebra.reweighted or algebra.normaliser == "l1":
         if algebra.phi.has_zeros:  # the reciprocal of a small sum of such phi may overflow
-            divisor = tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
+            divisor = tl.where(numerator_sum == 0.0, 1.0, numerator_sum)[:, None]
             divisor = tl.broadcast_to(divisor, acc.shape)  # [BLOCK_Q, BLOCK_DV]
             if algebra.inputs_are_fp32:
                 acc = tl.div_rn(acc, divisor)
             else:
                 acc = acc / divisor
         else:
-            acc = acc * weighting.reciprocal_sum(weight_sum, algebra)[:, None]
+            acc = acc * weighting.reciprocal_sum(numerator_sum, algebra)[:, None]
     else:
         acc = acc * (weighting.row_factor(inputs, algebra, count, b) / algebra.phi.phi_unit)[:, None]
     return acc

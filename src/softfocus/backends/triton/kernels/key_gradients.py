@@ -116,8 +116,9 @@ def key_gradients(
                     grad_factor, operand_scale, factor_pow2, scale_pow2 = _float16_safe_factors(
                         grad_factor, operand_scale
                     )
-                # [BLOCK_K, BLOCK_Q]: dL/ds over the score unit, times product_scale, which includes
-                # that unit, unless grad_operand includes product_scale
+                # [BLOCK_K, BLOCK_Q]: dL/ds c_i, with cosine times the mantissa of 1 / |q_i|: the
+                # score unit in product_scale cancels with grad_factor's. With unit vectors
+                # grad_operand has these factors
                 grad_products = (grad_u * grad_factor[None, :]) * derivative * operand_scale[None, :]
                 if EXACT:
                     grad_products = tl.where(included, grad_products, 0.0)
@@ -170,6 +171,7 @@ def _float16_safe_factors(grad_factor, operand_scale):
     """Both factors [BLOCK_Q] of grad_products, each divided by a power of two, and both powers.
 
     With the whole factors grad_products might overflow float16. The powers multiply the product.
+    Each is that of the tile's largest factor. Rows whose factor is 2^-18 of it lose digits.
     """
     factor_pow2 = norms.largest_power_of_two(grad_factor)
     scale_pow2 = norms.largest_power_of_two(operand_scale)

@@ -21,8 +21,8 @@ LARGE_VALUE = tl.constexpr(30.0)
 docs/kernels-cpu.md. e^30 = 1e13 is far from overflow.
 """
 SMALL_SUM = tl.constexpr(1e-12)
-"""A row is marked if its sum of weights times e^V, before the division by the sum of the weights,
-is below SMALL_SUM max(sum of the weights, 1).
+"""A row is marked if sum_j r_ij e^V_jd, with the numerators r (f or u^p), is below
+SMALL_SUM max(sum_j r_ij, 1) in some column d.
 """
 ONE_KEY = tl.constexpr(2.0)
 """The mark of a marked row in which one key has all the weight. The mark of other marked rows is 1,
@@ -115,7 +115,7 @@ class ExactRow(NamedTuple):
         f_sum: sum_j phi(s_ij) 2^-shift, times ``phi_unit``.
         threshold, inverse_spread, tied: as ``weighting.row_threshold`` returns them; used in
             re-weighted rows only.
-        power_sum: sum_j u_ij^p.
+        power_sum: sum_j u_ij^p; in tied rows sum_j f_ij, which is not used.
         delta: sum_j A_ij dL/dA_ij.
         one_key: whether one key has all the weight; for the backward.
     """
@@ -187,10 +187,11 @@ def log_weights(s, row, inputs, algebra, h):
 @triton.jit
 def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
     """dL/d(log r) = A (dL/dA - delta), dL/df and phi' of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K,
-    BLOCK_Q], from scores and ``exact_terms`` = A dL/dA. r is the unnormalised weight: f or u^p.
+    BLOCK_Q], from scores and ``exact_terms`` = A dL/dA. r is the numerator, f or u^p.
 
     It does the work of ``weighting.weights_and_gradients``, but from A dL/dA, which is finite even
-    where A underflows and dL/dA overflows. With r ~ (f - threshold)^p,
+    where A underflows and dL/dA overflows. Up to a factor of the row, which no derivative of log r
+    has, r is (f - threshold)^p. So
 
         d log r / ds = p phi' / (f - threshold).
 

@@ -41,7 +41,9 @@ LOG_LOG2E = tl.constexpr(0.36651292058166435)  # the logarithm of ``phi_unit`` o
 
 @triton.jit
 def _minus_abs(s):
-    """-|s| as a product, which takes no instruction. Triton 3.6's negation, 0 - |s|, takes one."""
+    """-|s| as |s| times -1, of which the next instruction takes the sign. Triton 3.6's negation,
+    0 - |s|, takes an instruction.
+    """
     return tl.abs(s) * -1.0
 
 
@@ -220,7 +222,7 @@ def _log_sigmoid(s, shift, f):
 
 @triton.jit
 def _exp2(x, algebra):
-    """2^x for x <= 126. In re-weighted rows of float32 it is accurate to the last bit. The
+    """2^x. In re-weighted rows of float32, where x <= 126, it is accurate to the last bit. The
     hardware's instruction may be wrong in the last two or three bits. If the phi of a row are
     nearly equal, u is a small difference of them, and their errors count.
     """

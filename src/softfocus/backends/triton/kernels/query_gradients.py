@@ -131,7 +131,11 @@ def query_gradients(
             if IS_PARTIAL:  # 0 times a hidden non-finite key would be NaN
                 key = products.finite_or_zero(key)
             grad_sum += products.dot_grad_scores(  # [BLOCK_Q, BLOCK_D], as derivative_sum
-                grad_u * derivative, key, algebra, blocks, HAS_ROW_FACTORS=False
+                grad_u * derivative,
+                key,
+                algebra,
+                blocks,
+                HAS_ROW_FACTORS=EXACT,  # in grad_u
             )
             if algebra.reweighted:
                 derivative_sum += products.dot_grad_scores(derivative, key, algebra, blocks, HAS_ROW_FACTORS=False)

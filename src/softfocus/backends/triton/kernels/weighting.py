@@ -37,7 +37,7 @@ def row_factor(inputs, algebra, count, b):
 
 @triton.jit
 def reciprocal_sum(total, algebra):
-    """1 / total, or 1 where total is 0; total is the sum of phi, u^p or the weights of a row.
+    """1 / total, or 1 where total is 0; total is the sum of phi or u^p of a row.
 
     In float32 it is correctly rounded: where one key dominates a row, delta must equal that key's
     dL/dA.
@@ -105,17 +105,17 @@ def row_threshold(algebra, count, f_sum, largest_f):
 
     u = (f - threshold) / spread. Tied rows keep their l1 weights.
     """
-    divisor = tl.where(f_sum == 0.0, 1.0, f_sum)
     threshold_on = tl.where(count > MAX_UNTHRESHOLDED_COUNT, 1.0, 0.0)
     # float32 rounds correctly: the approximate division errs by two ulps, and u^p multiplies that
     # by p.
     # 1 / spread may be approximate: its error is a factor of the row, and cancels in A
     if algebra.inputs_are_fp32:
-        threshold = threshold_on * tl.div_rn(f_sum, tl.maximum(count, 1.0))
-        largest_share = tl.div_rn(largest_f * count, divisor)
+        mean = tl.div_rn(f_sum, tl.maximum(count, 1.0))
+        largest_share = tl.div_rn(largest_f, tl.where(mean == 0.0, 1.0, mean))
     else:
-        threshold = threshold_on * f_sum / tl.maximum(count, 1.0)
-        largest_share = largest_f * count / divisor
+        mean = f_sum / tl.maximum(count, 1.0)
+        largest_share = largest_f / tl.where(mean == 0.0, 1.0, mean)
+    threshold = threshold_on * mean
     peak = tl.maximum(largest_share - threshold_on, 0.0, propagate_nan=tl.PropagateNan.ALL)
     tied = peak <= TIE_TOLERANCE
     return threshold, 1.0 / tl.where(tied, 1.0, largest_f - threshold), tied, peak
@@ -282,8 +282,10 @@ def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
     """A, g, phi' 2^-shift and u of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], from its
     scores and dL/dA.
 
-    dL/ds = grad_factor (g - mean_grad) phi' 2^-shift, where g is (dL/dA - delta) u^(p-1), without
-    the constants p / sum u^p of the row. The caller multiplies by grad_factor, which includes them.
+    dL/ds = grad_factor (g - mean_grad) phi' 2^-shift. g, here grad_u, is (dL/dA - delta) u^(p-1)
+    in re-weighted rows, dL/dA - delta in tied rows and in others with an l1 norm, and dL/dA without
+    one. It lacks the constants p / sum u^p of the row. The caller multiplies by grad_factor, which
+    includes them. In the EXACT kernels grad_u is dL/df, with all factors of the row.
     """
     f = algebra.phi.value(s, row.shift, algebra)
     derivative = algebra.phi.derivative(s, row.shift, algebra)
