@@ -16,8 +16,9 @@ while a key has hundreds of bytes. ``tl.debug_barrier`` is the barrier between t
 and the loads that follow.
 
 The number of rows is H / Hk Lq. ROWS_STORED is that number, rounded up to a power of two. Helpers
-take ROWS, which is ROWS_STORED or BLOCK_Q. BLOCK_Q is ROWS_STORED, but at least 16. For a single row it is 1 in float32, which does not use tensor cores, and in
-``weights``, where few values have weight.
+take ROWS, which is ROWS_STORED or BLOCK_Q. BLOCK_Q is ROWS_STORED, but at least 16. For a single
+row it is 1 in float32, which does not use tensor cores, and in ``weights``, where few values have
+weight.
 """
 
 import triton
