@@ -1,8 +1,7 @@
 """A few queries and many keys. The keys are split among programs so that the whole GPU reads them.
 
 There are up to three kernels. ``statistics`` computes the row statistics of each split. Unless rows
-are re-weighted it also computes the weighted values of the split: the sum of numerators times
-values.
+are re-weighted it also computes the weighted values of the split, numerators times values.
 ``weights`` computes the weighted values of each split of re-weighted rows. It reads a value only if
 its weight is above rounding (with LASER, above 0). ``combine`` adds the splits.
 
@@ -15,10 +14,9 @@ u^p from ``weights``), which the product with the values loads. An access takes 
 while a key has hundreds of bytes. ``tl.debug_barrier`` is the barrier between the threads' stores
 and the loads that follow.
 
-The number of rows is H / Hk Lq. ROWS_STORED is that number, rounded up to a power of two. Helpers
-take ROWS, which is ROWS_STORED or BLOCK_Q. BLOCK_Q is ROWS_STORED, but at least 16. For a single
-row it is 1 in float32, which does not use tensor cores, and in ``weights``, where few values have
-weight.
+There are H / Hk Lq rows. ROWS_STORED is that number, rounded up to a power of two. Helpers take
+ROWS: ROWS_STORED or BLOCK_Q, which is ROWS_STORED, but at least 16. For a single row it is 1 in
+float32, without tensor cores, and in ``weights``, where few values have weight.
 """
 
 import triton
@@ -195,8 +193,7 @@ def weights(
     inputs, algebra, masks, split_stats, split_accs, scores, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks
 ):
     """The second kernel, for re-weighted rows alone. It replaces scores by the numerators u^p, and
-    stores STAT_POWER_SUM, STAT_MARK and the
-    weighted values of a split.
+    stores STAT_POWER_SUM, STAT_MARK and the weighted values of a split.
     """
     splits, split = tl.num_programs(0), tl.program_id(0)
     b, h, row_heads, q_offsets = _query_rows(inputs, ROWS_STORED)
@@ -352,8 +349,7 @@ def _sum_values(
 
 @triton.jit
 def _negligible(inputs, algebra, count, tied, row_heads):
-    """The largest u^p of each row that counts as 0, [ROWS_STORED]: 2^-24 / max(p, N / p). A
-    learned p below 1 counts as 1 here.
+    """The largest u^p of each row that counts as 0, [ROWS_STORED]: 2^-24 / max(p, N / p), p >= 1.
 
     The omitted u^p, at most N, add up to at most 2^-24 p. Rounding the largest u, which is 1, by
     half an ulp causes the same error in its u^p. The p in the maximum matters only for p > sqrt(N).
@@ -363,7 +359,7 @@ def _negligible(inputs, algebra, count, tied, row_heads):
     """
     negligible = tl.zeros_like(count)
     if not algebra.laser:
-        power = tl.maximum(negligible + weighting.head_power(inputs, algebra, row_heads), 1.0)
+        power = tl.maximum(negligible + weighting.head_power(inputs, algebra, row_heads), 1.0)  # at least 1
         negligible = tl.where(tied, 0.0, 2.0**-24 / (power * tl.maximum(count / (power * power), 1.0)))
     return negligible
 

@@ -41,9 +41,7 @@ LOG_LOG2E = tl.constexpr(0.36651292058166435)  # the logarithm of ``phi_unit`` o
 
 @triton.jit
 def _minus_abs(s):
-    """-|s| as |s| times -1, of which the next instruction takes the sign. Triton 3.6's negation,
-    0 - |s|, takes an instruction.
-    """
+    """-|s| as |s| times -1, whose sign the next instruction takes; 0 - |s| takes an instruction."""
     return tl.abs(s) * -1.0
 
 
