@@ -34,6 +34,7 @@ def test_every_committed_comparison_can_be_read(path):
 COMMITTED = {name for name in study.shipped() if (RESULTS / name / "results.json").exists()}
 
 
+@pytest.mark.long
 # The published runs of t6 have names of recipes
 @pytest.mark.parametrize("name", sorted(COMMITTED - {"t6"}))
 def test_what_was_trained_is_what_the_row_of_the_study_says(name):

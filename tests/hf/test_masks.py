@@ -48,6 +48,7 @@ def test_classes_say_which_masks_their_models_expect(build):
     assert nllb(config).config.softfocus.masks == "eager"
 
 
+@pytest.mark.long
 def test_the_note_is_not_saved_and_follows_copies(tokens, tmp_path):
     model, ids = softfocus.hf.use(nllb(), "lssar"), tokens(2, 9)
     assert "masks" not in json.loads(model.config.to_json_string())["softfocus"]
@@ -73,6 +74,7 @@ def test_a_config_changed_behind_its_models_back_is_an_error(build, tokens):
     softfocus.hf.use(model, "lssar")(tokens(1, 5))
 
 
+@pytest.mark.long
 def test_a_window_is_refused_where_masks_do_not_say_who_is_where(tokens):
     config = BigBirdPegasusConfig(
         vocab_size=64, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32,
