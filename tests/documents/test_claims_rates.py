@@ -12,8 +12,8 @@ from softfocus.lab.claims.results import read as read_claim
 from softfocus.lab.claims.verdict import judge
 from softfocus.lab.report.points import Cell, Group, cell
 
-from .committed import HERE, RESULTS, ROOT, by_row, claim, lost_runs, of_seeds
-from .tables import table, tables_of
+from .committed import HERE, RESULTS, ROOT, by_row, claim, lost_runs, minus, of_seeds
+from .tables import said, shown_loss, table, tables_of
 
 PAGE = (ROOT / "docs/claims.md").read_text()
 TEXT = " ".join(PAGE.split())
@@ -68,7 +68,31 @@ def loss_or_diverged(one: Cell | None) -> str:
     return "diverged" if one is None else f"{one.loss:.3f}"
 
 
+LAYER_NORM = {
+    "softmax": "softmax", "laser": "LASER", "qk_norm": "softmax with QK-norm", "qk_norm_laser": "LASER with QK-norm",
+}  # fmt: skip
+
+
+def layer_norm() -> dict[str, dict[str, Group]]:
+    """Of laser-qk-layer-norm: rows by learning rate, three seeds."""
+    own = {rate: RESULTS / "qk-layer-norm-learning-rates" / rate / "results.json" for rate in ("2e-3", "8e-3")}
+    read = {rate: claim("laser-qk-layer-norm") if rate == "4e-3" else read_claim(own[rate]) for rate in RATES}
+    assert [one.overrides for one in read.values()] == [
+        [f"train.learning_rate={x}"] if x else [] for x in (0.002, 0, 0.008)
+    ]
+    return {rate: {row: one.group(f"stablelm_{row}") for row in LAYER_NORM} for rate, one in read.items()}
+
+
+def layer_norm_table() -> str:
+    by = layer_norm()
+    return table(
+        ["QK-norm by LayerNorm", *RATES],
+        ([name, *(shown_loss(cell(by[rate][row], *HERE)) for rate in RATES)] for row, name in LAYER_NORM.items()),
+    )
+
+
 TABLES = {
+    "layer_norm_rates": layer_norm_table,
     "power_rates": lambda: two_by_rates("p", ("softmax", "LSSA"), powers()),
     "depth_rates": lambda: two_by_rates("layers", ("softmax", "LASER"), depths()),
 }
@@ -114,3 +138,13 @@ def test_the_rates_of_the_fine_tuning_are_the_committed_ones(rate):
     laser, softmax, apart, error = said.groups()
     row = f"| {rate} | {softmax} % | {laser} % | {apart} % ± {error} %, {judged.verdict} |"
     assert row in PAGE, row
+
+
+def test_what_is_said_of_layer_norm_at_other_rates():
+    by = layer_norm()
+    assert all(len(group.evaluations) == 3 for rows in by.values() for group in rows.values())
+    leads = [minus(by[rate], "qk_norm_laser", "qk_norm") for rate in RATES]
+    lowered = [minus(by[rate], "qk_norm_laser", "laser") for rate in RATES]
+    for found, text in ((leads, "LASER minus softmax, both with it: "), (lowered, "LASER with it minus LASER: ")):
+        each = ", ".join(f"{said(one)} at {rate}" for one, rate in zip(found, RATES, strict=True))
+        assert f"{text}{each}." in TEXT, f"{text}{each}."
