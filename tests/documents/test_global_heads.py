@@ -454,6 +454,11 @@ def test_what_is_said_of_english_documents_is_measured():
     assert cell(by[ours], *FAR).loss < cell(by[ours], *HERE).loss
     for page in of_pages("docs/evidence.md", "docs/limitations.md"):
         assert f"is {shown(level[0])} at the training length, inconclusive (three seeds)" in page
+    lead = said(minus(by, ours, "softmax"))
+    assert (
+        f"global heads minus Softmax is {lead.replace(', inc', ' at the training length, inc')}"
+        in of_pages("docs/evidence.md")[0]
+    )
 
 
 TABLES = SMALL | STARTS | {

@@ -220,6 +220,7 @@ def test_lssar_in_every_layer_is_the_measured_one():
     assert f"LSSAR is higher than Softmax by {shown(near)}, inconclusive (three seeds, one learning rate)" in EVIDENCE
     demo = shown(minus(by_label("layouts"), "LSSAR", "Softmax"))
     assert f"With 0.8 M parameters LSSAR costs {demo} nats per byte at the training length." in EVIDENCE
+    assert f"It costs {demo} nats per byte at the training length with 0.8 M parameters;" in TEXT
 
 
 def test_the_lead_over_a_better_trained_softmax_is_the_measured_one():

@@ -359,7 +359,7 @@ def _negligible(inputs, algebra, count, tied, row_heads):
     """
     negligible = tl.zeros_like(count)
     if not algebra.laser:
-        power = tl.maximum(negligible + weighting.head_power(inputs, algebra, row_heads), 1.0)  # at least 1
+        power = tl.maximum(negligible + weighting.head_power(inputs, algebra, row_heads), 1.0)
         negligible = tl.where(tied, 0.0, 2.0**-24 / (power * tl.maximum(count / (power * power), 1.0)))
     return negligible
 
