@@ -223,7 +223,13 @@ def test_the_record_reads_back_equal(looked: tuple[Inspections, Path]) -> None:
 def test_runs_whose_record_is_replaced_are_named(runs: dict[str, Path], tmp_path: Path) -> None:
     found = {name: inspect(runs[name], [32], tokens=32) for name in ("softmax", "lssar")}
     report.write([found["softmax"]], tmp_path)
-    for name, note in (("softmax", ""), ("lssar", "They also held softmax; choose another folder with --out")):
+    found["longer"] = inspect(runs["softmax"], [64], tokens=64)
+    kept = "Choose another folder with --out to keep both"
+    for name, note in (
+        ("softmax", ""),
+        ("lssar", f"They also held softmax. {kept}"),
+        ("longer", f"They also held softmax on validation text, 32 tokens at each of 32. {kept}"),
+    ):
         console = Console(file=io.StringIO(), width=300)
         report.say_replaced(tmp_path, [found[name][0]], console)
         assert note in console.file.getvalue()

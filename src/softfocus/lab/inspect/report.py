@@ -44,13 +44,23 @@ def write(found: Sequence[tuple[Inspection, Sequence[Map]]], folder: Path) -> tu
 
 
 def say_replaced(folder: Path, found: Sequence[Inspection], console: Console) -> None:
-    """Say which runs an earlier inspect.json of the folder holds and this one will not."""
+    """Say what an earlier inspect.json of the folder holds and this one will not: other runs, and
+    the same runs on another text, at other lengths or of another training.
+    """
     with contextlib.suppress(LabError):
-        if (folder / RESULTS).exists():
-            lost = [one.run for one in read(folder / RESULTS).runs if one.run not in {there.run for there in found}]
-            if lost:
-                what = f"{folder / RESULTS} and its page are replaced. They also held {', '.join(lost)}"
-                say(console, f"Note: {what}; choose another folder with --out", wrap=True)
+        if not (folder / RESULTS).exists():
+            return
+        same = {one.run: (one.token, one.text, one.tokens, one.lengths) for one in found}
+        lost = []
+        for one in read(folder / RESULTS).runs:
+            if one.run not in same:
+                lost.append(one.run)
+            elif same[one.run] != (one.token, one.text, one.tokens, one.lengths):
+                lengths = ", ".join(f"{length.length:,}" for length in one.lengths)
+                lost.append(f"{one.run} on {one.text}, {one.tokens:,} tokens at each of {lengths}")
+        if lost:
+            what = f"{folder / RESULTS} and its page are replaced. They also held {'; '.join(lost)}"
+            say(console, f"Note: {what}. Choose another folder with --out to keep both", wrap=True)
 
 
 def show(found: Inspections, paths: Sequence[Path], console: Console) -> None:
