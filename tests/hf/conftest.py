@@ -73,7 +73,7 @@ FAMILIES = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def build():
     """``build("llama", "lssar", **config)``: a model in eval mode, the same weights at every call;
     None leaves it alone.
@@ -93,7 +93,7 @@ def build():
     return build
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tokens():
     """``tokens(batch, length)``: random token ids, never the padding token."""
 
@@ -103,13 +103,13 @@ def tokens():
     return tokens
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def in_double():
     """``in_double(model)``: a copy of the model in float64."""
     return lambda model: copy.deepcopy(model).double()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def agree():
     """``agree(actual, expected, single)``: two float64 runs are the same mathematics.
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from softfocus.functional import HIDDEN, attention
 from softfocus.hf.config import layer_of
+from softfocus.hf.learned import heads as heads_of
 from softfocus.hf.learned import parameter_of
 from softfocus.hf.masks import EAGER, expected_by
 from softfocus.hf.rotary import at_first_window
@@ -352,7 +353,13 @@ def _refuse_other_heads(module: nn.Module, layer: Layer, total: int, shared: int
     if total != sum(group.heads or total for group in layer):
         raise ValueError(
             f"{type(module).__name__} hands over {total} query heads, and its layout describes "
-            f"{[g.heads for g in layer]}; a layout by heads needs all heads of a layer in one call"
+            f"{[g.heads for g in layer]}; a layout by heads needs all heads of a layer in one call, which "
+            "tensor parallelism splits"
+        )
+    if (names := [name for group in layer for name in group.learned]) and total != (every := heads_of(module)):
+        raise ValueError(
+            f"{type(module).__name__} hands over {total} of {every} query heads, and {names[0]} is learned for all of "
+            "them: tensor parallelism splits the heads of a layer. Use FSDP, or a mechanism without learned parameters"
         )
     if len(layer) > 1 and (odd := [group.heads for group in layer if (group.heads or 0) % shared]):
         raise ValueError(f"heads: got {odd[0]}, expected a multiple of {shared}: so many query heads share a key head")
