@@ -1,5 +1,5 @@
-"""One of two processes of test_distributed.py, under torchrun: models whose rows, parameters or heads
-are shared out give the gradients of a whole one, in float64.
+"""One of two processes of test_distributed.py, under torchrun: models whose rows, parameters or
+heads are shared out give the gradients of a whole one, in float64.
 
 Called with a folder of saved models. Prints a line of JSON: by model and way, the largest relative
 difference of a gradient, or the error.
