@@ -29,7 +29,7 @@ NAMES = {
     "laser-softplus-local": "LASER over softplus, every other layer local",
     "laser-lssa-local": "LASER over LSSA, every other layer local",
     "cosine-nope": "global heads",
-    "softmax-pair-head": "Softmax, but one head of layer 0 sees two tokens",
+    "softmax-pair-head": "Softmax with a previous-token head in layer 0",
 }
 """The rows of studies of layouts, as pages name them."""
 COLUMNS = {"1x": HERE, "16x, as trained": FAR, "16x, window": WINDOWED}

@@ -127,7 +127,7 @@ def test_what_other_rates_cost_at_the_scale_toy_is_the_measured_one():
     cells = toy_rates()
     leads = [plain.minus(ours) for plain, ours in zip(cells["softmax"], cells["laser"], strict=True)]
     assert [lead.sure for lead in leads] == [True, False, True]
-    said = "LASER is below Softmax by {} at 2e-3, by {} at 4e-3, inconclusive, and by {} at 8e-3."
+    said = "LASER has a lower loss than Softmax by {} at 2e-3, by {} at 4e-3, inconclusive, and by {} at 8e-3."
     assert said.format(*map(shown, leads)) in TEXT
 
 

@@ -58,7 +58,7 @@ ROWS = {
     "near-lssa": "the same with LSSA",
     "near-laser-softplus": "the same with LASER over softplus",
     "all-softmax-nope": "softmax without RoPE, and local softmax heads: softmax in every head",
-    "softmax-pair-head": "Softmax, but one head of layer 0 sees two tokens",
+    "softmax-pair-head": "Softmax with a previous-token head in layer 0",
 }
 FROM = ("never", "1 to 63", "64 to 127", "128 to 255", "256 to 511", "512 to 1,023", "1,024 to 2,047")
 
@@ -99,7 +99,7 @@ def far_keys() -> str:
         [f"`demo-global-heads`, {name}", *(f"{fmean(one[at][place] for one in seeds):.3f}" for place in range(7))]
         for name, at in rows.items()
     ]
-    names = {OURS: "`demo-global-heads`", "all-softmax-nope": "softmax in every head of the layout"}
+    names = {OURS: "`demo-global-heads`", "all-softmax-nope": "all-softmax layout"}
     for row, name in names.items():
         for seed in range(3):
             body.append([f"{name}, seed {seed}: the difference", *(f"{gain:+.3f}" for gain in gains(row, seed))])
@@ -147,7 +147,7 @@ RECALLED = {
     f"{OURS}-half": "`demo-global-heads`, 5e-4",
     "lssar-nope-half": "LSSAR, p = 31 annealed, in the global heads, 5e-4",
     "softmax-nope-half": "softmax in the global heads, 5e-4",
-    "all-softmax-nope-half": "softmax in every head of the layout, 5e-4",
+    "all-softmax-nope-half": "all-softmax layout, 5e-4",
     f"{OURS}-start-half": "`demo-global-heads`, from initial weights as large as the demo's, 5e-4",
     OURS: "`demo-global-heads`",
     f"{OURS}-four": "the same with four heads in a layer, two of them global",
@@ -222,8 +222,8 @@ def rounding() -> str:
             both = {OURS: group, "Softmax": softmax}
             leads = [said(beside(both, OURS, "Softmax", *pair)) for pair in ((HERE, HERE), (FAR, WINDOWED))]
             rows.append([start, name, str(len(group.evaluations)), *shown_losses(group), *leads])
-    against = "1x, minus Softmax from 0.09", "16x, as trained, minus the same with the window"
-    return table(["initial weights", "`demo-global-heads`", "seeds", *COLUMNS, *against], rows)
+    against = "1x, minus Softmax with init std 0.09", "16x, as trained, minus the same with the window"
+    return table(["init std", "`demo-global-heads`", "seeds", *COLUMNS, *against], rows)
 
 
 def roundings() -> dict[str, tuple[Group, Group]]:
@@ -233,7 +233,7 @@ def roundings() -> dict[str, tuple[Group, Group]]:
 
 
 def on_a_bpe() -> dict[str, Group]:
-    """1.3 M parameters, 1,100 steps at 4e-3 from initial weights of 0.02, where the name says no
+    """1.3 M parameters, 1,100 steps at 4e-3 with init std 0.02, where the name says no
     other.
     """
     swept = by_row("learning-rates-bpe")
@@ -242,25 +242,25 @@ def on_a_bpe() -> dict[str, Group]:
 
 
 BPE_HEADS = {
-    "global-heads": "from 0.02, 4e-3",
-    "global-heads-start": "from 0.09, 4e-3",
-    "global-heads-start-twice": "from 0.09, 8e-3",
+    "global-heads": "with init std 0.02, 4e-3",
+    "global-heads-start": "with init std 0.09, 4e-3",
+    "global-heads-start-twice": "with init std 0.09, 8e-3",
 }
 
 
-BPE_OTHER_HEADS = "heads-softmax", "heads-lssar"  # in the two global heads, from 0.09 at 8e-3
+BPE_OTHER_HEADS = "heads-softmax", "heads-lssar"  # in the two global heads, with init std 0.09 at 8e-3
 
 
 def other_sizes() -> str:
     by = on_a_bpe()
     rivals = {
-        "Softmax": "Softmax", "softmax-4": "the same, from 0.04",
-        "softmax-4-pair-head": "Softmax with a pair head, from 0.04",
+        "Softmax": "Softmax", "softmax-4": "the same, with init std 0.04",
+        "softmax-4-pair-head": "Softmax with a previous-token head, with init std 0.04",
         "local-softmax": "softmax, every other layer local",
         "laser-lssa-local": "LASER over LSSA, every other layer local",
-        "all-softmax-nope": "softmax in every head of the layout",
-        "all-softmax-nope-4": "the same, from 0.04",
-        "all-softmax-nope-start": "the same, from 0.09",
+        "all-softmax-nope": "all-softmax layout",
+        "all-softmax-nope-4": "the same, with init std 0.04",
+        "all-softmax-nope-start": "the same, with init std 0.09",
     }  # fmt: skip
     rows = []
     for rival, name in rivals.items():
@@ -276,7 +276,7 @@ BPE_STARTS = {
     ("Softmax", "0.04"): ("softmax-4-half", "softmax-4", "softmax-4-twice", None),
     ("Softmax", "0.0625"): ("softmax-6-half", "softmax-6", None, None),
     ("Softmax", "0.09"): ("softmax-start-half", "bpe-demo-start/softmax", "softmax-start-twice", None),
-    ("Softmax with a pair head", "0.04"): (
+    ("Softmax with a previous-token head", "0.04"): (
         "other-rates-bpe/2e-3/softmax-4-pair-head", "softmax-4-pair-head",
         "other-rates-bpe/8e-3/softmax-4-pair-head", None,
     ),
@@ -292,11 +292,11 @@ BPE_STARTS = {
     ),
     ("LASER over LSSA, every other layer local", "0.04"): (None, "laser-lssa-local-4", None, None),
     ("LASER over LSSA, every other layer local", "0.09"): (None, "laser-lssa-local-start", None, None),
-    ("softmax in every head of the layout", "0.02"): (None, "bpe/all-softmax-nope", None, None),
-    ("softmax in every head of the layout", "0.04"): (
+    ("all-softmax layout", "0.02"): (None, "bpe/all-softmax-nope", None, None),
+    ("all-softmax layout", "0.04"): (
         "all-softmax-nope-4-half", "all-softmax-nope-4", "all-softmax-nope-4-twice", None,
     ),
-    ("softmax in every head of the layout", "0.09"): (
+    ("all-softmax layout", "0.09"): (
         "all-softmax-nope-start-half", "all-softmax-nope-start", "all-softmax-nope-start-twice", None,
     ),
     ("global heads", "0.02"): ("global-heads-half", "bpe/global-heads", "global-heads-twice", None),
@@ -326,7 +326,7 @@ def bpe_starts() -> str:
         [model, start, *("" if one is None else f"{one:.3f}" for one in losses)]
         for (model, start), losses in bpe_losses().items()
     )
-    return table(["loss at 1x, seed 0", "initial weights", "2e-3", "4e-3", "8e-3", "16e-3"], rows)
+    return table(["loss at 1x, seed 0", "init std", "2e-3", "4e-3", "8e-3", "16e-3"], rows)
 
 
 def test_what_is_said_of_a_pair_head_and_of_other_global_heads_on_a_bpe_is_measured():
@@ -335,13 +335,16 @@ def test_what_is_said_of_a_pair_head_and_of_other_global_heads_on_a_bpe_is_measu
     level = beside(by, pair, "softmax-4", HERE, HERE)
     assert not level.sure
     difference = said(level).removesuffix(", inconclusive")
-    assert f"is level with Softmax from there: the difference is {difference} at the training" in TEXT
-    for rates in (bpe_losses()["Softmax with a pair head", "0.04"], bpe_losses()["`demo-hybrid`", "0.02"]):
+    assert (
+        f"does not differ significantly from Softmax with the same init std: the difference is "
+        f"{difference} at the training" in TEXT
+    )
+    for rates in (bpe_losses()["Softmax with a previous-token head", "0.04"], bpe_losses()["`demo-hybrid`", "0.02"]):
         assert min(one for one in rates if one is not None) == rates[1], "4e-3 is the best of three"
     below = [beside(by, ours, pair, *at) for at in ((HERE, HERE), (FAR, WINDOWED))]
     assert not any(one.sure for one in below)
     here, far = (shown(one).removeprefix("-") for one in below)
-    assert f"below it with each of three seeds, by {here} and, at 16 times the length, by {far}, both" in TEXT
+    assert f"a lower loss than it in all three seeds, by {here} and, at 16 times the length, by {far}, both" in TEXT
     for at, its in ((HERE, HERE), (FAR, WINDOWED)):
         theirs = cell(by[pair], *its).values
         assert all(a < b for a, b in zip(cell(by[ours], *at).values, theirs, strict=False))
@@ -354,17 +357,17 @@ def test_what_is_said_of_a_pair_head_and_of_other_global_heads_on_a_bpe_is_measu
 
 BPE = {
     "softmax": "Softmax in every layer",
-    "softmax-start": "the same from 0.09",
+    "softmax-start": "the same with init std 0.09",
     "laser-lssa-local": "LASER over LSSA, every other layer local",
-    "all-softmax-nope": "softmax in every head of the layout",
-    "all-softmax-nope-start": "the same from 0.09",
+    "all-softmax-nope": "all-softmax layout",
+    "all-softmax-nope-start": "the same with init std 0.09",
     "global-heads": "`demo-global-heads`",
-    "global-heads-start": "the same from 0.09",
+    "global-heads-start": "the same with init std 0.09",
 }
 
 
 def bpe_longer() -> str:
-    """Losses on a BPE after four times the steps, and differences from Softmax."""
+    """Losses on BPE tokens after four times the steps, and differences from Softmax."""
     by, rows = by_row("bpe-longer"), []
     for label, name in BPE.items():
         leads = ["", ""]
@@ -401,8 +404,8 @@ def longer_texts() -> str:
 
 DOCUMENTS = {
     "softmax": "Softmax in every layer",
-    "softmax-pair-head": "Softmax, but one head of layer 0 sees two tokens",
-    "all-softmax-nope": "softmax in every head of the layout below",
+    "softmax-pair-head": "Softmax with a previous-token head in layer 0",
+    "all-softmax-nope": "all-softmax layout",
     "global-heads": "**global heads without RoPE, the others local**",
 }
 
@@ -484,7 +487,7 @@ def test_what_is_said_of_the_losses_holds_for_every_seed():
     here, far, windowed = (by_seed("layouts", OURS, at) for at in (HERE, FAR, WINDOWED))
     softmax, below = (by_seed("layouts", "Softmax", at) for at in (HERE, WINDOWED))
     leads = [softmax[seed] - loss for seed, loss in here.items()]
-    assert f"with each of eight seeds, by {min(leads):.3f} to {max(leads):.3f}." in TEXT
+    assert f"in all eight seeds, by {min(leads):.3f} to {max(leads):.3f}." in TEXT
     leads = [below[seed] - loss for seed, loss in far.items()]
     assert f"with each, by {min(leads):.3f} to {max(leads):.3f}." in TEXT
     before = by_seed("layouts", OURS, (8.0, "as trained"))
@@ -498,7 +501,10 @@ def test_what_is_said_of_the_losses_holds_for_every_seed():
     text = "Without seed 0 its differences from Softmax are {} at the training length and, as trained, {} from"
     assert text.format(*alone) in TEXT
     whole = [shown(minus(by, OURS, "Softmax", *pair)).removeprefix("-") for pair in ((HERE, HERE), (FAR, WINDOWED))]
-    assert f"is below Softmax by {whole[0]} at the training length, and at 16 times it, as trained, below" in TEXT
+    assert (
+        f"has a lower loss than Softmax by {whole[0]} at the training length, and at 16 times it, as trained, below"
+        in TEXT
+    )
     assert f"below Softmax with a window by {whole[1]} (eight seeds).**" in TEXT
     laser = by_seed("layouts", "laser-lssa-local", HERE)
     assert sum(loss < laser[seed] for seed, loss in here.items()) == 7
@@ -531,7 +537,7 @@ def test_what_is_said_of_the_same_layout_with_softmax_holds_for_every_seed():
     assert not minus(by, layout, "Softmax").sure
     assert not minus(by, layout, "Softmax", FAR, WINDOWED).sure
     found = cell(by[layout], *HERE).values
-    assert f"the seeds of softmax in every head of the layout spread over {max(found) - min(found):.3f}" in TEXT
+    assert f"the seeds of the all-softmax layout spread over {max(found) - min(found):.3f}" in TEXT
 
 
 def test_what_is_said_of_its_parts_is_measured():
@@ -551,7 +557,7 @@ def test_what_is_said_of_its_parts_is_measured():
     against = {**by, "Softmax": by_label("layouts")["Softmax"]}
     leads = [beside(against, "softmax-nope", "Softmax", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
     assert all(one.sure for one in leads)
-    assert "It is below Softmax by {} and {}.".format(*(shown(one).lstrip("-") for one in leads)) in TEXT
+    assert "It has a lower loss than Softmax by {} and {}.".format(*(shown(one).lstrip("-") for one in leads)) in TEXT
     assert f"with softmax in them the loss is higher by {higher('softmax-nope')} (eight seeds)." in TEXT
     for row, name in {
         "ssmax-nope": "SSMax",
@@ -561,12 +567,12 @@ def test_what_is_said_of_its_parts_is_measured():
     }.items():
         assert f"with {name} by {higher(row)}" in TEXT
     assert f"With all heads local the loss is higher by {higher('local')}" in TEXT
-    assert f"Without the head that sees two tokens it is higher by {higher('no-pair-head')}" in TEXT
+    assert f"Without the previous-token head it is higher by {higher('no-pair-head')}" in TEXT
     for row in ("ssmax-nope", "qknorm-nope", "lssa-nope", "lssar-nope", "local", "no-pair-head", "laser-cosine-nope"):
         assert len(by[row].evaluations) == 3
     for at in (HERE, FAR):
         ours, alone = by_seed("layouts", OURS, at), by_seed("global-heads", "local", at)
-        assert all(loss > ours[seed] for seed, loss in alone.items()), "with each of three seeds"
+        assert all(loss > ours[seed] for seed, loss in alone.items()), "in all three seeds"
         assert not any(beside(by, row, "local", at).sure for row in ("lssa-nope", "lssar-nope"))
         assert not beside(by, "laser-cosine-nope", OURS, at).sure
     for level in ("laser-lssa-nope", "lssar"):
@@ -606,7 +612,7 @@ def test_what_is_said_of_softmax_with_more_steps_is_measured():
     assert f"the differences are {near}, at the training length, and {far} at 16 times it" in TEXT
     before = beside({"longer": longer, "Softmax": by_label("layouts")["Softmax"]}, "Softmax", "longer")
     assert f"takes {shown(before)} off Softmax's loss" in TEXT
-    assert of_pages("docs/evidence.md")[0].count(f"at the training length is {near} (three seeds)") == 2
+    assert of_pages("docs/evidence.md")[0].count(f"at the training length is {near} (three seeds)") == 1
 
 
 def test_what_is_said_of_longer_texts_is_measured():
@@ -646,18 +652,22 @@ def test_what_is_said_of_a_head_that_sees_two_tokens_is_measured():
     assert 0.35 < lower[0].value / minus(by, OURS, "Softmax").value < 0.45, "two fifths"
     gaps = [shown(one).removeprefix("-") for one in (*lower, *ours)]
     text = (
-        "is below Softmax by {} at the training length and, both with the window, by {} at 16 times it (eight seeds)."
+        "has a lower loss than Softmax by {} at the training length and, both with the "
+        "window, by {} at 16 times it (eight seeds)."
     )
     assert text.format(*gaps[:2]) in TEXT
     text = "by {} at the training length, and as trained at 16 times it, where this model has a window, by {}."
-    assert f"with each of eight seeds: {text.format(*gaps[2:])}" in TEXT
+    assert f"in all eight seeds: {text.format(*gaps[2:])}" in TEXT
     for at, rival in ((HERE, HERE), (FAR, WINDOWED)):
         theirs = by_seed("layouts", pair, rival)
         assert all(loss < theirs[seed] for seed, loss in by_seed("layouts", OURS, at).items())
     assert not any(beside(by, layout, pair, *at).sure for at in ((HERE, HERE), (FAR, WINDOWED), (WINDOWED, WINDOWED)))
     (evidence,) = of_pages("docs/evidence.md")
-    text = f"is below Softmax by {gaps[0]} at the training length. Global heads are below"
-    text += f" Softmax with the pair head by {gaps[2]} and, as trained at 16 times the length, where the latter has a"
+    text = f"has a lower loss than Softmax by {gaps[0]} at the training length. Global heads have a lower loss than"
+    text += (
+        f" Softmax with the previous-token head by {gaps[2]} and, as trained at 16 times the "
+        f"length, where the latter has a"
+    )
     assert f"{text} window, by {gaps[3]}" in evidence
 
 
@@ -723,12 +733,15 @@ def test_what_is_said_of_bpe_is_measured():
     assert f"minus Softmax with a window, {shown(far)} (five seeds)." in TEXT
     for at, its in pairs:
         losses = (cell(by[row], *where).values for row, where in ((ours, at), (best, its)))
-        assert all(mine < other for mine, other in zip(*losses, strict=True)), "with each seed"
+        assert all(mine < other for mine, other in zip(*losses, strict=True)), "in every seed"
     later = of_seeds({row: by[row] for row in (ours, best)}, {1, 2, 3, 4})
     without = [minus(later, ours, best, *pair) for pair in pairs]
     assert not any(one.sure for one in without)
     assert "Without it the differences are {} and {}, both inc".format(*map(shown, without)) in TEXT
-    assert f"above Softmax from there by {said(beside(by, 'global-heads', 'Softmax')).removeprefix('+')}." in TEXT
+    assert (
+        f"a higher loss than Softmax with the same init std by "
+        f"{said(beside(by, 'global-heads', 'Softmax')).removeprefix('+')}." in TEXT
+    )
     assert not beside(by, "global-heads-start", best).sure
     assert f"minus itself with a window, is {shown(minus(by, ours, ours, FAR, WINDOWED), '+')}." in TEXT
     assert minus(by, ours, ours, FAR, WINDOWED).sure
@@ -743,21 +756,26 @@ def test_what_is_said_of_bpe_is_measured():
     for start in ("0.02", "0.04", "0.09"):
         assert rates["Softmax", start][2] > rates["Softmax", start][1]
     lowered = [rates["global heads", start][1] - rates["global heads", start][2] for start in ("0.09", "0.04")]
-    assert "It lowers theirs from 0.09 by {:.3f}, and from 0.04 by {:.3f}.".format(*lowered) in TEXT
-    for model in ("Softmax", "softmax in every head of the layout"):
+    assert (
+        "It lowers the loss of global heads, by {:.3f} with init std 0.09 and by {:.3f} with 0.04.".format(*lowered)
+        in TEXT
+    )
+    for model in ("Softmax", "all-softmax layout"):
         half, same, twice = rates[model, "0.04"][:3]
         assert same < min(half, twice)
     laser, softmax = (min(min(known[name, start]) for start in ("0.02", "0.04", "0.09"))
                       for name in ("LASER over LSSA, every other layer local", "Softmax"))  # fmt: skip
-    assert f"From its better start, 0.02, its loss is {laser:.3f}, and that of Softmax {softmax:.3f} (" in TEXT
+    assert (
+        f"With its best init std, 0.02, its loss is {laser:.3f}. That of Softmax is {softmax:.3f} with 0.04 (" in TEXT
+    )
     layout = "all-softmax-nope-4"
     level = beside(by, layout, best)
     assert not level.sure
-    assert f"from there: the difference is {shown(level)} at the training length." in TEXT
+    assert f"from Softmax with init std 0.04: the difference is {shown(level)} at the training length." in TEXT
     both = [beside(by, ours, layout, at) for at in (HERE, FAR)]
     assert not any(one.sure for one in both)
     near, far = (shown(one).removeprefix("-") for one in both)
-    assert f"each of three seeds, by {near} and, at 16 times the length, by {far}, both inconclusive." in TEXT
+    assert f"in all three seeds, by {near} and, at 16 times the length, by {far}, both inconclusive." in TEXT
     for at in (HERE, FAR):
         losses = (cell(by[row], *at).values for row in (ours, layout))
         assert all(mine < other for mine, other in zip(*losses, strict=False)), "seeds 0 to 2"
@@ -786,15 +804,13 @@ def test_what_is_said_of_longer_training_on_a_bpe_is_measured():
     assert beside(by, better, "laser-lssa-local").sure
     first, limits = of_pages("docs/evidence.md", "docs/limitations.md")
     near, far = (f"{min(lead)} to {max(lead)}" for lead in leads)
-    assert f"with each of three seeds, by {near}. The mean is inconclusive, because Softmax's seeds differ by" in first
+    assert f"in all three seeds, by {near}. The mean is inconclusive, because Softmax's seeds differ by" in first
     assert f"Softmax's seeds differ by {spread:.3f}." in first
-    assert f"with each of three seeds, by {near}, and at 16 times the length by {far};" in limits
+    assert f"in all three seeds, by {near}, and at 16 times the length by {far};" in limits
     level, sure = (minus(by, better, rival, at) for at in (HERE, FAR))
     assert sure.sure
     assert not level.sure
-    assert (
-        f"as trained at 16 times the length, by {shown(sure).removeprefix('-')}, and with each of three seeds" in TEXT
-    )
+    assert f"as trained at 16 times the length, by {shown(sure).removeprefix('-')}, and in all three seeds" in TEXT
     assert f"at the training length, by {shown(level).removeprefix('-')}, which is inconclusive." in TEXT
     for mine, its in ((better, rival), (rival, "softmax")):
         assert all(one < other for one, other in zip(losses[mine][0], losses[its][0], strict=True))
@@ -804,7 +820,7 @@ def test_what_is_said_of_longer_training_on_a_bpe_is_measured():
     assert its.sure
     assert f"global heads have {shown(own)} at 16 times the length, inconclusive." in TEXT
     assert "With 1.3 M, where global heads have a lead, far keys do not lower the mean." in first
-    assert f"Softmax in every head has {said(its)}: far keys raise its loss." in TEXT
+    assert f"The all-softmax layout has {said(its)}: far keys raise its loss." in TEXT
     starts = {row: (by[f"{row}-start"], by[row]) for row in ("softmax", ours, layout)}
     higher = {row: cell(both[0], *HERE).values[0] > cell(both[1], *HERE).values[0] for row, both in starts.items()}
     assert higher == {"softmax": True, ours: False, layout: False}
@@ -812,11 +828,14 @@ def test_what_is_said_of_longer_training_on_a_bpe_is_measured():
     assert not beside(by, ours, "softmax", FAR, WINDOWED).sure
     own = minus(by, ours, ours, WINDOWED, FAR)
     assert own.sure
-    assert f"It is below itself with a window by {shown(own)}." in TEXT
+    assert f"It has a lower loss than itself with a window by {shown(own)}." in TEXT
     near, far = (minus(by, layout, ours, at) for at in (HERE, FAR))
     assert near.sure
     assert far.sure
-    text = f"above it by {shown(near)} at the training length, and by {shown(far)} at 16 times it, as trained."
+    text = (
+        f"a higher loss than it by {shown(near)} at the training length, and by {shown(far)} "
+        f"at 16 times it, as trained."
+    )
     assert text in TEXT
     found = [gains(f"bpe-longer-{row}", 0) for row in (ours, layout)]
     lower = [f"{-max(one[3:]):.2f} to {-min(one[3:]):.2f}" for one in found]

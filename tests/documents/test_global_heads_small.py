@@ -13,7 +13,7 @@ TEXT = " ".join((ROOT / "docs/global-heads.md").read_text().split())
 SMALL = {  # of 10 M parameters
     "Softmax": "Softmax in every layer",
     "laser-lssa-local": "LASER over LSSA, every other layer local",
-    "all-softmax-nope": "softmax in every head of the layout below",
+    "all-softmax-nope": "all-softmax layout",
     "global-heads": "**global heads without RoPE, the others local**",
 }
 TEXTS = {"small-gpu/bytes": "bytes", "small-gpu/longer": "BPE"}
@@ -74,7 +74,7 @@ def induction(row: str) -> dict[tuple[int, int | None], list[float]]:
 
 
 def small_far_keys() -> str:
-    names = {"all-softmax-nope": "softmax in every head of the layout", "global-heads": "global heads"}
+    names = {"all-softmax-nope": "all-softmax layout", "global-heads": "global heads"}
     rows = [
         [
             "Softmax, trained at 1e-3, with a window of 512",
@@ -127,11 +127,11 @@ def test_what_is_said_of_ten_million_parameters_holds_for_every_seed():
         assert 0.4 < share < 0.6
         lower(by, "all-softmax-nope", "Softmax", HERE, HERE)
     near, far = ([lower(by, "global-heads", "all-softmax-nope", at, at) for by in both] for at in (HERE, FAR))
-    assert "length by {} on bytes and {} on the BPE,".format(*near) in TEXT
-    assert "both as trained, by {} and {}, with each of three seeds.".format(*far) in TEXT
+    assert "length by {} on bytes and {} on BPE tokens,".format(*near) in TEXT
+    assert "both as trained, by {} and {}, in all three seeds.".format(*far) in TEXT
     own, softmax = ([lower(by, row, row, FAR, WINDOWED) for by in both] for row in ("global-heads", "all-softmax-nope"))
-    assert "by {} nats per byte, and by {} per token of".format(*own) in TEXT
-    assert "the layout the gains are {} and {}.".format(*softmax) in TEXT
+    assert "by {} nats per byte, and by {} per BPE token".format(*own) in TEXT
+    assert "layout the gains are {} and {}.".format(*softmax) in TEXT
     for study in TEXTS:  # "does the first two": not above Softmax at 1x, as above, and flat to 16x
         here, far = (by_seed(study, "global-heads", at) for at in (HERE, FAR))
         assert all(loss < here[seed] for seed, loss in far.items())
@@ -144,12 +144,12 @@ def test_what_is_said_of_repeats_is_measured():
         [one - other for one, other in zip(*map(found.get, LENGTHS.values()), strict=True)] for found in (ours, softmax)
     )
     beyond = gains[3:]
-    assert f"global heads are {min(beyond):.2f} to {max(beyond):.2f} nats below themselves with a window" in TEXT
+    assert f"full context lowers the loss of global heads by {min(beyond):.2f} to {max(beyond):.2f} nats." in TEXT
     rival = [one - other for one, other in zip(softmax[at], ours[at], strict=True)][3:]
-    assert f"and {min(rival):.2f} to {max(rival):.2f} below softmax in every head of the layout." in TEXT
+    assert f"It is then {min(rival):.2f} to {max(rival):.2f} lower than that of the all-softmax layout." in TEXT
     near, theirs = ([-one for one in some[1:3]] for some in (gains, its))
-    assert f"On nearer repeats global heads lose at most {max(near):.2f} by seeing far keys. Softmax in every" in TEXT
-    assert f"head of the layout loses {min(theirs):.2f} and {max(theirs):.2f}:" in TEXT
+    assert f"On nearer repeats global heads lose at most {max(near):.2f} by seeing far keys. The all-softmax" in TEXT
+    assert f"layout loses {min(theirs):.2f} and {max(theirs):.2f}:" in TEXT
 
 
 def test_far_keys_help_with_the_positions_and_in_nearly_all_documents():
@@ -169,17 +169,17 @@ def test_far_keys_help_with_the_positions_and_in_nearly_all_documents():
             below.append((sum(one < other for one, other in zip(*sums, strict=True)), len(sums[0])))
     assert min(below[:3]) == (30, 32)
     assert below[3:] == [(32, 32)] * 3
-    assert "at least 30 of 32 documents with each of three seeds on bytes, and in 32 of 32 on" in TEXT
+    assert "at least 30 of 32 documents in all three seeds on bytes, and in 32 of 32 on" in TEXT
 
 
 def test_the_headlines_of_ten_million_parameters_are_the_measured_ones():
     layouts, first = of_pages("docs/layouts.md", "docs/evidence.md")
-    for study, unit in {"small-gpu/bytes": "byte", "small-gpu/longer": "token of a BPE"}.items():
+    for study, unit in {"small-gpu/bytes": "byte", "small-gpu/longer": "BPE token"}.items():
         by = rows_of(study)
         for pair in ((HERE, HERE), (FAR, WINDOWED)):
             lower(by, "global-heads", "Softmax", *pair)
         own = lower(by, "global-heads", "global-heads", FAR, WINDOWED)
-        assert f"by {own} " + ("nats per byte" if unit == "byte" else "per token of the BPE") in first
+        assert f"by {own} " + ("nats per byte" if unit == "byte" else "per BPE token") in first
     groups = by_label("small-gpu/longer") | {
         "best": by_label("small-gpu/one-pass")["Softmax"], "half": by_label("small-gpu/longer-rates")["Softmax"]
     }  # fmt: skip
@@ -192,8 +192,8 @@ def test_the_headlines_of_ten_million_parameters_are_the_measured_ones():
     assert all(one.sure for one in layout)
     above, below = (shown(one).removeprefix("-") for one in layout)
     assert (
-        f"is above this Softmax by {above} and, at 16 times the length, as trained, below it with a window by {below}."
-        in TEXT
+        f"has a higher loss than this Softmax by {above} and, at 16 times the length, as "
+        f"trained, below it with a window by {below}." in TEXT
     )
     best = (fmean(cell(groups["best"], *at).values) for at in (HERE, WINDOWED))
     assert "of the same text: {:.3f}, and {:.3f} at 16 times the length with a window.".format(*best) in TEXT
@@ -251,10 +251,10 @@ def test_the_lead_at_the_best_rates_is_the_measured_one():
 
 LARGER = {
     "Softmax": "Softmax in every layer",
-    "softmax-pair-head": "Softmax, but one head of layer 0 sees two tokens",
+    "softmax-pair-head": "Softmax with a previous-token head in layer 0",
     "local-softmax": "softmax, every other layer local",
     "laser-lssa-local": "LASER over LSSA, every other layer local",
-    "all-softmax-nope": "softmax in every head of the layout below",
+    "all-softmax-nope": "all-softmax layout",
     "global-heads": "**global heads without RoPE, the others local**",
 }
 
@@ -279,7 +279,7 @@ def test_what_is_said_of_a_head_of_two_tokens_in_the_larger_model_is_measured():
     by, pair = larger(), "softmax-pair-head"
     level = beside(by, pair, "Softmax")
     assert not level.sure
-    assert f"level with Softmax: {shown(level)} at the training length, inconclusive." in TEXT
+    assert f"differ significantly from Softmax: {shown(level)} at the training length, inconclusive." in TEXT
     below = [beside(by, "global-heads", pair, *at) for at in ((HERE, HERE), (FAR, WINDOWED))]
     assert all(one.sure for one in below)
     near, far = (shown(one).removeprefix("-") for one in below)
@@ -315,37 +315,43 @@ def test_what_is_said_of_the_larger_model_holds_for_every_seed():
     assert f"and differ by at most {apart:.3f}." in TEXT
 
 
-def by_size() -> dict[str, tuple[dict[str, Group], str]]:
-    """Models and texts: their groups, and the label of global heads.
+Size = tuple[str, str, str, str, str]
+"""Parameters, text, steps, init std, rate; those of global heads, then of the others."""
+SMALL_INIT, SMALL_INIT_LONGER = (
+    ("1.3 M", "128 BPE tokens", "1,100", "0.02", "4e-3"),
+    ("1.3 M", "128 BPE tokens", "4,400", "0.02", "4e-3"),
+)
 
-    On the BPE of 1.3 M each has the initial weights and the rate that are best for it.
-    """
+
+def by_size() -> dict[Size, tuple[dict[str, Group], str]]:
+    """Models and texts: their groups, and the label of global heads."""
     bpe, swept = by_label("layouts-bpe-tuned", "bpe"), by_row("learning-rates-bpe")
     started = {"Softmax": swept["softmax-4"], "all-softmax-nope": swept["all-softmax-nope-4"]}
     started["global-heads-start-twice"] = swept["global-heads-start-twice"]
     longer = by_row("bpe-longer")
     longer["Softmax"] = longer["softmax"]
-    layout = longer["all-softmax-nope"]  # from 0.02
+    layout = longer["all-softmax-nope"]  # with init std 0.02
     longer["all-softmax-nope"] = longer["all-softmax-nope-start"]
+    small = longer | {"all-softmax-nope": layout}
     return {
-        "0.8 M parameters, 128 bytes, 1,100 steps": (by_label("layouts", "global-heads"), "cosine-nope"),
-        "3.2 M, 128 bytes, 1,100 steps": (larger(), "global-heads"),
-        "9 M, 512 bytes, 3,000 steps": (rows_of("small-gpu/bytes"), "global-heads"),
-        "10 M, 512 tokens of a BPE, 4,500 steps": (rows_of("small-gpu/longer"), "global-heads"),
-        "1.3 M, 128 tokens of a BPE, 1,100 steps, each from its best start": (started, "global-heads-start-twice"),
-        "the same, 4,400 steps at 4e-3, from 0.09; Softmax from 0.02": (longer, "global-heads-start"),
-        "1.3 M, the same BPE, from weights of 0.02, 1,100 steps": (bpe, "global-heads"),
-        "the same, 4,400 steps, from 0.02": (longer | {"all-softmax-nope": layout}, "global-heads"),
+        ("0.8 M", "128 bytes", "1,100", "0.09", "4e-3"): (by_label("layouts", "global-heads"), "cosine-nope"),
+        ("3.2 M", "128 bytes", "1,100", "0.0625", "2e-3"): (larger(), "global-heads"),
+        ("9 M", "512 bytes", "3,000", "0.05", "2e-3"): (rows_of("small-gpu/bytes"), "global-heads"),
+        ("10 M", "512 BPE tokens", "4,500", "0.05", "2e-3"): (rows_of("small-gpu/longer"), "global-heads"),
+        ("1.3 M", "128 BPE tokens", "1,100", "0.09; 0.04", "8e-3; 4e-3"): (started, "global-heads-start-twice"),
+        ("1.3 M", "128 BPE tokens", "4,400", "0.09; Softmax 0.02", "4e-3"): (longer, "global-heads-start"),
+        SMALL_INIT: (bpe, "global-heads"),
+        SMALL_INIT_LONGER: (small, "global-heads"),
     }
 
 
 def sizes() -> str:
-    """README's table of global heads, each size against its own rivals."""
+    """README's table of global heads, each size against its own baselines."""
     rows = []
-    for name, (by, ours) in by_size().items():
+    for size, (by, ours) in by_size().items():
         leads = [
-            said(beside(by, ours, rival, *pair))
-            for rival, pairs in (
+            said(beside(by, ours, baseline, *pair))
+            for baseline, pairs in (
                 ("Softmax", ((HERE, HERE), (FAR, WINDOWED))),
                 ("all-softmax-nope", ((HERE, HERE), (FAR, FAR))),
             )
@@ -353,11 +359,13 @@ def sizes() -> str:
         ]
         seeds = {one.seed for one in by[ours].evaluations} & {one.seed for one in by["Softmax"].evaluations}
         layouts = {one.seed for one in by["all-softmax-nope"].evaluations} & seeds
-        rows.append([name, str(len(seeds)) + (f", {len(layouts)}" if len(layouts) < len(seeds) else ""), *leads])
-    layout = "softmax in every head of the layout"
-    across = f"1x, minus {layout}", "16x, minus the same, both as trained"
-    softmax = "1x, minus Softmax", "16x, minus Softmax with a window"
-    return table(["global heads, as trained", "seeds", *softmax, *across], rows)
+        rows.append([*size, str(len(seeds)) + (f", {len(layouts)}" if len(layouts) < len(seeds) else ""), *leads])
+    model = "parameters", "sequence", "steps", "init std", "rate", "seeds"
+    softmax, layout = (
+        ("Softmax, 1x", "Softmax with a window, 16x"),
+        ("all-softmax layout, 1x", "all-softmax layout, 16x"),
+    )
+    return table([*model, *(f"vs. {baseline}" for baseline in softmax + layout)], rows)
 
 
 def test_what_readme_says_of_the_mechanisms_share_is_measured():
@@ -371,7 +379,7 @@ def test_what_readme_says_of_the_mechanisms_share_is_measured():
     alone = beside(by_row("bpe-longer"), "all-softmax-nope", "softmax")
     assert alone.sure
     assert alone.value > 0
-    by, _ours = by_size()["1.3 M, the same BPE, from weights of 0.02, 1,100 steps"]
+    by, _ours = by_size()[SMALL_INIT]
     assert not beside(by, "all-softmax-nope", "Softmax").sure
 
 

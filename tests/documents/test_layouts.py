@@ -169,7 +169,7 @@ GLOBAL_HEADS = {
     "softmax": "softmax, a third of RoPE, in the two global heads",
     "cosine": "global heads with a third of RoPE",
     "local": "global heads, but all heads are local",
-    "no-pair-head": "global heads without the head that sees two tokens",
+    "no-pair-head": "global heads without the previous-token head",
     "local-softmax-cosine-nope": "global heads with local softmax heads",
 }
 """Rows of the study global-heads, which are other rows of learning-rates where THIRD says so."""
@@ -177,7 +177,7 @@ THIRD = {"softmax": "softmax-third", "lssar": "lssar-third"}
 
 
 ELSEWHERE = {  # rows of other studies, at rates that --set gave them
-    "layouts": {"softmax-pair-head": "Softmax, but one head of layer 0 sees two tokens"},
+    "layouts": {"softmax-pair-head": "Softmax with a previous-token head in layer 0"},
     "global-heads": {
         "near-lssa": "global heads with local LSSA heads",
         "near-laser": "global heads with local LASER heads",
@@ -252,7 +252,7 @@ def rates() -> str:
         "softplus": (NAMES["softplus_l1"], loss("layouts", "softplus-s0")),
         "laser": (NAMES["LASER"], loss("layouts", "demo-laser")),
         "global-heads": (NAMES["cosine-nope"], loss("layouts", "cosine-nope-s0")),
-        "all-softmax-nope": ("softmax in every head of that layout", loss("global-heads", "all-softmax-nope-s0")),
+        "all-softmax-nope": ("all-softmax layout", loss("global-heads", "all-softmax-nope-s0")),
     }
     own |= {row: (NAMES[LABELS.get(row, row)], loss("layouts", f"{row}-s0")) for row in SWEPT_LAST}
     for row, (name, here) in own.items():
@@ -295,7 +295,7 @@ def larger_rates() -> str:
     found, other = swept("larger-rates", "larger", names, "-half", "-twice"), partial(loss, "larger-rates")
     for row, name in {
         "global-heads": "global heads",
-        "all-softmax-nope": "softmax in every head of that layout",
+        "all-softmax-nope": "all-softmax layout",
     }.items():
         found[name] = [other(f"{row}-half-s0"), loss("larger-global-heads", f"{row}-s0"), other(f"{row}-twice-s0")]
     return rates_table(("1e-3", "2e-3", "4e-3"), found)
@@ -531,14 +531,16 @@ def test_what_is_said_of_one_mechanism_in_every_layer():
         assert not minus(by, ours, "Softmax", (length, "as trained"), (length, "window 1x")).sure
     far = minus(by, ours, "Softmax", FAR, WINDOWED)
     assert far.sure
-    assert f"At 16 times the length LSSAR is above Softmax with a window by {shown(far)}." in TEXT
+    assert f"At 16 times the length LSSAR has a higher loss than Softmax with a window by {shown(far)}." in TEXT
     above, below = (
         [one - rival for one, rival in zip(cell(group, *HERE).values, cell(softmax, *HERE).values, strict=True)]
         for group in (lssar, laser)
     )
-    assert "LSSAR is above Softmax by {:.3f}, {:.3f} and {:.3f}. At 16 times".format(*above) in TEXT
+    assert "LSSAR has a higher loss than Softmax by {:.3f}, {:.3f} and {:.3f}. At 16 times".format(*above) in TEXT
     assert min(a - b for a, b in zip(cell(lssar, *FAR).values, cell(softmax, *WINDOWED).values, strict=True)) > 0
-    assert "LASER is below Softmax by {:.3f}, {:.3f} and {:.3f}. The".format(*(-one for one in below)) in TEXT
+    assert (
+        "LASER has a lower loss than Softmax by {:.3f}, {:.3f} and {:.3f}. The".format(*(-one for one in below)) in TEXT
+    )
     assert not minus(by, "LASER", "Softmax").sure
     for name, first in (("Softmax", 4.0), ("LSSA", 2.0), ("LASER", 4.0)):
         for setting, lengths in (("as trained", (1.0, 2.0, 4.0, 8.0, 16.0)), ("dynamic NTK", (2.0, 4.0, 8.0, 16.0))):
@@ -623,7 +625,7 @@ def test_what_lssar_in_every_layer_costs_is_the_measured_one():
     assert f"Seed 0 rises by {rises[0]:.3f}." in TEXT
     assert rises[0] == max(rises.values())
     limits = " ".join((ROOT / "docs/limitations.md").read_text().split())
-    assert f"From 0.09 it rose [by {rises[0]:.3f} with one of four seeds]" in limits
+    assert f"With init std 0.09 it rose [by {rises[0]:.3f} with one of four seeds]" in limits
     assert len(rises) == 4
     assert max(rise for seed, rise in rises.items() if seed) < 0.01, "the others stay flat"
     for label in ("local-nope", "LSSAR"):
@@ -645,8 +647,10 @@ def test_the_leads_without_seed_0_are_the_measured_ones():
     leads.append(minus(by, "Softmax", "lssa-hybrid", WINDOWED, FAR))
     assert not leads[-1].sure
     assert (
-        "is below Softmax by {} at the training length, and by {} at 16 times the length, both with the window. The "
-        "layout with LSSAR is below by {} and {}. As trained at 16 times the length it is below Softmax with the "
+        "has a lower loss than Softmax by {} at the training length, and by {} at 16 times "
+        "the length, both with the window. The "
+        "layout with LSSAR is below by {} and {}. As trained at 16 times the length it has a "
+        "lower loss than Softmax with the "
         "window by {}, which is then inconclusive.".format(*map(shown, leads))
         in TEXT
     )
@@ -660,8 +664,9 @@ def test_laser_over_lssa_without_seed_0_is_the_measured_one():
     leads = [minus(by, rival, "laser-lssa-local", at) for rival in rivals for at in (HERE, WINDOWED)]
     assert all(lead.sure for lead in leads)
     assert (
-        "over seven seeds, it is below Softmax by {} at the training length, and by {} at 16 times the length, both "
-        "with the window. It is below LSSA in the layout by {} and {}.".format(*map(shown, leads))
+        "over seven seeds, it has a lower loss than Softmax by {} at the training length, and "
+        "by {} at 16 times the length, both "
+        "with the window. It has a lower loss than LSSA in the layout by {} and {}.".format(*map(shown, leads))
         in TEXT
     )
     for at in (HERE, WINDOWED):
@@ -855,7 +860,7 @@ def test_what_is_said_of_the_bias_is_measured():
     by, at = of_seeds(by_label("layouts", "layouts-bias"), range(4)), partial(loss, "layouts-bytes-512")
     words = {**of_seeds(by_label("bpe"), range(3)), "biased": next(iter(by_label("bpe-bias").values()))}
     apart = minus(words, "biased", "laser-lssa-local")
-    assert f"with each of three seeds, by {said(apart)} at 1x" in TEXT
+    assert f"in all three seeds, by {said(apart)} at 1x" in TEXT
     pairs = zip(*(cell(words[row], *HERE).values for row in ("biased", "laser-lssa-local")), strict=True)
     assert all(biased > plain for biased, plain in pairs)
     assert not any(minus(by, row, row.replace("-bias", "")).sure for row in BIASED if "-bias" in row)
@@ -866,7 +871,7 @@ def test_what_is_said_of_the_bias_is_measured():
     assert f"lower by {plain[0] - biased[0]:.3f} with the bias" in TEXT
     assert f"with seed 1 it is higher by {biased[1] - plain[1]:.3f}" in TEXT
     leads = f"{softmax[0] - plain[0]:.3f} and {softmax[1] - plain[1]:.3f}"
-    assert f"LASER over LSSA is below Softmax there by {leads}, which two seeds do not decide" in TEXT
+    assert f"LASER over LSSA has a lower loss than Softmax there by {leads}, which two seeds do not decide" in TEXT
     evidence = " ".join((ROOT / "docs/evidence.md").read_text().split())
     assert f"with both of two seeds, by {leads} nats per byte, inconclusive" in evidence
     assert at("laser-cosine-local-s0", 2048) < at("laser-cosine-local-s0", 512)
@@ -911,7 +916,12 @@ def test_the_machine_hardly_changes_a_larger_model():
     by = {**by_label("larger-intel"), "laser": by_label("larger")["laser-lssa-local"]}
     leads = [minus(by, rival, "laser") for rival in ("Softmax", "local-softmax")]
     assert all(lead.sure for lead in leads)
-    assert "is below that Softmax by {}, and below that softmax in the layout by {}.".format(*map(shown, leads)) in TEXT
+    assert (
+        "has a lower loss than that Softmax by {}, and below that softmax in the layout by {}.".format(
+            *map(shown, leads)
+        )
+        in TEXT
+    )
 
 
 def _results(study: str) -> str:
@@ -941,7 +951,10 @@ def test_the_leads_in_a_larger_model_are_the_measured_ones():
     assert below.sure
     assert not level.sure
     assert not minus(by, "laser-lssa-local", "lssa-local").sure
-    assert f"below Softmax by {shown(below)} at 1x, and differs from LSSA in the layout by {said(level)}." in TEXT
+    assert (
+        f"a lower loss than Softmax by {shown(below)} at 1x, and differs from LSSA in the layout by {said(level)}."
+        in TEXT
+    )
     first = loss("larger", "softmax-s0") - loss("larger", "lssa-local-s0")
     assert f"LSSA's lead was {first:.3f} at 1x, with five seeds it is {lead.value:.3f}." in TEXT
 
@@ -960,7 +973,7 @@ def test_the_lead_of_laser_over_lssa_on_tokens_is_the_measured_one():
     assert not any(lead.sure for lead in before)
     assert "its leads over Softmax and LSSA were inconclusive, {} and {} at 1x".format(*map(shown, before)) in TEXT
     assert (same := minus(by, "local-softmax", "laser-lssa-local")).sure
-    assert f"below softmax in the same layout by {shown(same)} at 1x." in TEXT
+    assert f"a lower loss than softmax in the same layout by {shown(same)} at 1x." in TEXT
     shared = {label: replace(by[label], evaluations=[run for run in by[label].evaluations if run.seed < 3])
               for label in ("lssa-hybrid", "local-softmax")}  # fmt: skip
     assert (above := minus(shared, "lssa-hybrid", "local-softmax")).sure
@@ -988,7 +1001,7 @@ def test_what_is_said_of_an_annealed_power_in_every_layer_is_measured():
     before, softmax = (beside(by, "annealed", rival) for rival in ("LSSAR", "Softmax"))
     assert before.sure
     assert not softmax.sure
-    assert all(one > other for one, other in zip(far.values, here.values, strict=True)), "with each of three seeds"
+    assert all(one > other for one, other in zip(far.values, here.values, strict=True)), "in all three seeds"
     text = (
         f"is {shown_loss(here)} at the training length, {shown(before).lstrip('-')} below LSSAR without annealing and"
     )

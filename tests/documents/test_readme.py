@@ -127,7 +127,7 @@ def test_the_numbers_of_the_maps_are_the_committed_ones():
         f"and {softmax.zeros.mean:.1%} of Softmax's",
         f"of a row is {lssar.entropy.mean:.2f} nats, against {softmax.entropy.mean:.2f}",
         f"{lssar.beyond.mean:.1%} is on keys at least one training length away, against {softmax.beyond.mean:.1%}",
-        f"In the layout it is {layout.beyond.mean:.1%}",
+        f"In `demo-hybrid` it is {layout.beyond.mean:.1%}",
     ):
         assert text.replace("%", " %") in TEXT
 

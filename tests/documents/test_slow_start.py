@@ -104,7 +104,7 @@ def trials_table() -> str:
 
 
 def layout_recall_table() -> str:
-    """Every training of the demo's layout on recall, with a head of two tokens."""
+    """Every training of the demo's layout on recall, with a previous-token head."""
     rows = []
     for label in ("cosine", "cosine-scale-2", "lssar", "softmax"):
         group = recalls("recall-demo")[label]
@@ -160,7 +160,10 @@ def test_every_table_is_tested():
 def test_what_the_start_costs_is_the_measured_one():
     slow, start = loss(SLOW, "softmax-s0"), loss("learning-rates", "softmax-s0")
     tuned = loss("learning-rates", "softmax-twice-s0")
-    assert f"loss of {slow:.3f} from 0.02, of {start:.3f} from 0.09, and of {tuned:.3f} from 0.09 at twice" in TEXT
+    assert (
+        f"loss of {slow:.3f} with init std 0.02, of {start:.3f} with init std 0.09, and of "
+        f"{tuned:.3f} with init std 0.09 at twice" in TEXT
+    )
 
 
 def test_softmax_without_rope_costs_what_was_measured():
@@ -206,7 +209,7 @@ def test_what_repeats_far_back_is_the_measured_one():
 
 
 def test_the_price_on_tokens_is_the_measured_one():
-    """LSSAR's layout less Softmax of the same seed, on tokens of the BPE at 4e-3."""
+    """LSSAR's layout less Softmax of the same seed, on BPE tokens at 4e-3."""
     prices = []
     for at, rival_at in ((HERE, HERE), (FAR, WINDOWED)):
         plain = by_seed("layouts-bpe-tuned", "Softmax", rival_at)
@@ -261,7 +264,7 @@ def test_recall_in_the_layout_of_the_demo_is_the_measured_one():
     learned = {label: sum(entry.recall.shown[0].accuracy > 0.9 for entry in one.entries)
                for label, one in groups.items() if label not in ("half", "half-short-head")}  # fmt: skip
     assert learned == {"cosine": 3, "cosine-scale-2": 0, "lssar": 1, "softmax": 0}
-    assert f"with each of three seeds** ({by['cosine'][1024]} at 16x), LSSAR with one of three" in TEXT
+    assert f"in all three seeds** ({by['cosine'][1024]} at 16x), LSSAR with one of three" in TEXT
 
 
 def test_the_head_that_lost_the_line_is_the_measured_one():
@@ -323,7 +326,7 @@ def test_the_other_lines_that_were_lost_are_the_measured_ones():
     worst = max(rises, key=lambda rise: rise[1] - rise[0])
     assert len(rises) == 8
     assert worst[1] - worst[0] < lost["lssar4"][1] - lost["lssar4"][0], "it rises less"
-    assert "with each of eight seeds: at most the loss goes from {:.3f} to {:.3f} (".format(*worst) in TEXT
+    assert "in all eight seeds: at most the loss goes from {:.3f} to {:.3f} (".format(*worst) in TEXT
 
 
 def test_the_committed_trials_are_rows_of_the_study():

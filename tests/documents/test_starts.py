@@ -27,13 +27,13 @@ ACROSS = {
 }
 MODELS = {
     "Softmax": ("softmax", "Softmax", WINDOWED),
-    "softmax in every head of the layout": ("all-softmax", "all-softmax-nope", FAR),
+    "all-softmax layout": ("all-softmax", "all-softmax-nope", FAR),
     "global heads": ("global-heads", OURS, FAR),
 }
-"""By model: what its rows of `starts` are called, its published row from 0.09, and how it is run at
-16x.
+"""By model: what its rows of `starts` are called, its published row, of init std 0.09, and how it
+is run at 16x.
 """
-ALL, HEADS = "softmax in every head of the layout", "global heads"
+ALL, HEADS = "all-softmax layout", "global heads"
 
 
 def on_text() -> dict[str, dict[str, Group]]:
@@ -47,13 +47,13 @@ def on_text() -> dict[str, dict[str, Group]]:
 
 
 def lead(start: str, far: bool, model: str = HEADS) -> Estimate:
-    """A model minus the best Softmax, from 0.09."""
+    """A model minus the best Softmax, with init std 0.09."""
     by = {"ours": on_text()[start][model], "best": on_text()["0.09"]["Softmax"]}
     return beside(by, "ours", "best", *((MODELS[model][2], WINDOWED) if far else (HERE, HERE)))
 
 
 def over_layout(ours: str, layout: str, at=HERE) -> Estimate:
-    """Global heads minus softmax in every head of the layout, by their initial weights."""
+    """Global heads minus the all-softmax layout, by their initial weights."""
     return beside({"ours": on_text()[ours][HEADS], "all": on_text()[layout][ALL]}, "ours", "all", at)
 
 
@@ -65,8 +65,8 @@ def losses() -> str:
             best = (start, model) == ("0.09", "Softmax")
             leads = ["" if best else said(lead(start, far, model)) for far in (False, True)]
             rows.append([start, model, str(len(group.evaluations)), *texts, *leads])
-    leads = "1x, minus Softmax from 0.09", "16x, minus the same with a window"
-    columns = ["initial weights", "model", "seeds", "1x", "16x, as trained; Softmax with a window", *leads]
+    leads = "1x, minus Softmax with init std 0.09", "16x, minus the same with a window"
+    columns = ["init std", "model", "seeds", "1x", "16x, as trained; Softmax with a window", *leads]
     return table(columns, rows)
 
 
@@ -87,7 +87,7 @@ def recall_table() -> str:
             shares = (", ".join(f"{one[at]:.2f}" for one in accuracies(group)) for at in ACROSS.values())
             seeds = ", ".join(str(one.info.seed) for one in group.entries)
             rows.append([model, STARTS[at], *BUDGETS[end], seeds, *shares])
-    return table(["model", "initial weights", "learning rate", "steps", "seeds", *ACROSS], rows)
+    return table(["model", "init std", "learning rate", "steps", "seeds", *ACROSS], rows)
 
 
 TABLES = {"starts": losses, "recall_starts": recall_table}
@@ -105,7 +105,10 @@ def test_one_start_serves_both():
     ours = {one.seed: one for one in on_text()["0.0625"][HEADS].evaluations}
     assert sorted(ours) == list(range(8))
     near, far = shown(near).lstrip("-"), shown(far).lstrip("-")
-    text = f"below Softmax from 0.09 by {near} at the training length, and at 16 times it, as trained, below that"
+    text = (
+        f"a lower loss than Softmax with init std 0.09 by {near} at the training length, and "
+        f"at 16 times it, as trained, below that"
+    )
     assert f"{text} Softmax with a window by {far}." in TEXT
     (goal,) = of_pages("docs/evidence.md")
     assert f"a lower loss on bytes than Softmax's best, by {near} at 1x and by {far} at 16x" in goal
@@ -114,9 +117,9 @@ def test_one_start_serves_both():
     for at, rival in ((HERE, HERE), (FAR, WINDOWED)):
         best = by_seed("layouts", "Softmax", rival)
         values = dict(zip(sorted(ours), cell(on_text()["0.0625"][HEADS], *at).values, strict=True))
-        assert all(values[seed] < best[seed] for seed in ours), "with each seed"
+        assert all(values[seed] < best[seed] for seed in ours), "in every seed"
     losses = (cell(on_text()["0.0625"][HEADS], *at).values for at in (HERE, FAR))
-    assert all(last < first for first, last in zip(*losses, strict=True)), "docs/evidence.md: flat, with each seed"
+    assert all(last < first for first, last in zip(*losses, strict=True)), "docs/evidence.md: flat, in every seed"
     longer = accuracies(recalled()["6", "-half-longer"])
     assert len(longer) == 8
     learned = sum(one[64, False] > 0.97 for one in accuracies(recalled()["6", "-half"]))
@@ -149,25 +152,35 @@ def test_softmax_in_every_head_is_compared_from_its_better_start():
     assert not beside(groups, "0.0625", "0.09", FAR).sure
     leads = [shown(lead("0.0625", far, ALL)).lstrip("-") for far in (False, True)]
     assert all(lead("0.0625", far, ALL).sure for far in (False, True))
-    text = "From 0.0625 softmax in every head of the layout is below Softmax, too, by {} at the training length, and"
+    text = (
+        "With init std 0.0625 the all-softmax layout has a lower loss than Softmax, too, by "
+        "{} at the training length, and"
+    )
     assert f"{text} by {{}} at 16 times it.".format(*leads) in TEXT
     same = [over_layout("0.0625", "0.0625", at) for at in (HERE, FAR)]
     best = [over_layout("0.09", "0.0625", at) for at in (HERE, FAR)]
     assert all(one.sure for one in (*same, *best))
-    text = "From this start global heads are below it by {} and {}, both as trained."
+    text = "From this start global heads have a lower loss than it by {} and {}, both as trained."
     assert text.format(*(shown(one).lstrip("-") for one in same)) in TEXT
     ours, rival = on_text()["0.09"][HEADS], groups["0.0625"]
     for at in (HERE, FAR):
         assert sum(a < b for a, b in zip(cell(ours, *at).values, cell(rival, *at).values, strict=True)) == 7
-    text = "From 0.09 global heads are below softmax in every head from 0.0625 by {} and {}, with seven of eight seeds."
+    text = (
+        "With init std 0.09 global heads have a lower loss than the all-softmax layout with "
+        "init std 0.0625 by {} and {}, with seven of eight seeds."
+    )
     assert text.format(*(shown(one).lstrip("-") for one in best)) in TEXT
     (evidence,) = of_pages("docs/evidence.md")
-    link = "[from 0.0625](global-heads.md#one-start-for-loss-and-recall)"
-    text = f"Started {link} softmax in every head of the layout is below Softmax from 0.09 by {leads[0]} (0.8 M)."
-    assert f"{text} Global heads from 0.09 are below that model by {shown(best[0]).lstrip('-')}." in evidence
-    text = f"that model is above `demo-global-heads` by {shown(best[0]).lstrip('-')}, with seven of eight seeds."
-    assert text in evidence
-    text = f"`demo-global-heads`, from 0.09, is below it by {' and '.join(shown(one).lstrip('-') for one in best)}."
+    link = "[With init std 0.0625](global-heads.md#one-start-for-loss-and-recall)"
+    text = f"{link} the all-softmax layout has a lower loss than Softmax with init std 0.09 by {leads[0]}."
+    assert (
+        f"{text} Global heads with init std 0.09 have a lower loss than that model by "
+        f"{shown(best[0]).lstrip('-')}, in seven of eight seeds." in evidence
+    )
+    text = (
+        f"`demo-global-heads`, with init std 0.09, has a lower loss than it by "
+        f"{' and '.join(shown(one).lstrip('-') for one in best)}."
+    )
     assert text in TEXT
 
 
@@ -177,7 +190,7 @@ def test_softmax_in_every_head_finds_far_keys_from_that_start():
     shares = accuracies(group)
     number = {4: "four", 8: "eight"}[len(shares)]
     filler = min(value for one in shares for (_, grown), value in one.items() if not grown)
-    text = f"finds at least {math.floor(1000 * filler) / 10:.1f} % among filler at every length, with each of {number}"
+    text = f"finds at least {math.floor(1000 * filler) / 10:.1f} % among filler at every length, in all {number}"
     assert text in TEXT
     pairs, ours = ([one[1024, True] for one in some] for some in (shares, accuracies(recalled()["6", "-half-longer"])))
     assert min(pairs) > max(ours)
@@ -186,10 +199,13 @@ def test_softmax_in_every_head_finds_far_keys_from_that_start():
     near, far = (shown(lead("0.0625", far, ALL)).lstrip("-") for far in (False, True))
     (goal,) = of_pages("docs/evidence.md")
     assert f"its lead on bytes is {near} and {far}; on recall, with {number} seeds, it finds more among pairs." in goal
-    text = f"on bytes it is below the same Softmax by {near} and {far} (eight seeds), and on recall it finds over 99 %"
+    text = (
+        f"on bytes it has a lower loss than the same Softmax by {near} and {far} (eight "
+        f"seeds), and on recall it finds over 99 %"
+    )
     assert f"{text} among filler ({number} seeds), and more among pairs." in goal
     every = cell(on_text()["0.0625"][ALL], *FAR).values, cell(on_text()["0.0625"][ALL], *HERE).values
-    assert all(last < first for last, first in zip(*every, strict=True)), "docs/evidence.md: flat, with each seed"
+    assert all(last < first for last, first in zip(*every, strict=True)), "docs/evidence.md: flat, in every seed"
 
 
 def test_what_is_said_of_other_starts_is_measured():
@@ -220,7 +236,9 @@ def test_what_is_said_of_other_starts_is_measured():
         )
         assert all(slower[seed] < loss for seed, loss in same.items())
     assert len(half.evaluations) == 8
-    text = f"At 2e-3 its loss from 0.0625 is {shown_loss(cell(half, *HERE))} (eight seeds), lower than at 4e-3 from"
+    text = (
+        f"At 2e-3 its loss with init std 0.0625 is {shown_loss(cell(half, *HERE))} (eight seeds), lower than at 4e-3 in"
+    )
     assert text in TEXT
     both = {"half": half, "best": on_text()["0.09"]["Softmax"]}
     here, far = (said(beside(both, "half", "best", at)) for at in (HERE, WINDOWED))
@@ -231,10 +249,15 @@ def test_what_is_said_of_other_starts_is_measured():
     both["heads"] = on_text()["0.0625"][HEADS]
     leads = beside(both, "heads", "half", HERE), beside(both, "heads", "half", FAR, WINDOWED)
     assert all(one.sure for one in leads)
-    text = "global heads from 0.0625 are by {} and, as trained at 16 times the length, by {}."
+    text = (
+        "at 2e-3: by {} at the training length and, as trained at 16 times it, where that Softmax has a window, by {}."
+    )
     assert text.format(*(shown(one).lstrip("-") for one in leads)) in TEXT
     best = by_seed("layouts", "Softmax", HERE)
-    text = "From 0.04 at 2e-3 its loss is {:.3f}, from 0.09 at 4e-3, the best of four rates, {:.3f} (seed 0)."
+    text = (
+        "With init std 0.04 at 2e-3 its loss is {:.3f}, with init std 0.09 at 4e-3, the best "
+        "of four rates, {:.3f} (seed 0)."
+    )
     assert text.format(cell(smaller, *HERE).loss, best[0]) in TEXT
 
 

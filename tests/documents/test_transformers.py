@@ -92,7 +92,7 @@ def test_the_losses_of_t6_are_the_measured_ones():
     assert f"A GPT-NeoX with LSSAR and T6's heads has {gpt_neox:.3f};" in GUIDE
     slow = loss("demo-slow-start", "demo-lssar") - loss("demo-slow-start", "demo-softmax")
     assert f"costs {slow:.2f} from the same initial weights of 0.02" in GUIDE
-    assert f"and {minus(by_label('layouts'), 'LSSAR', 'Softmax').value:.3f} from 0.09." in GUIDE
+    assert f"and {minus(by_label('layouts'), 'LSSAR', 'Softmax').value:.3f} with init std 0.09." in GUIDE
 
 
 def test_the_cost_of_t6_is_the_measured_one():
@@ -105,7 +105,7 @@ def test_the_cost_of_t6_is_the_measured_one():
     assert f"it rose by {rises[0]:.2f} to {rises[-1]:.2f} with three seeds of three" in limits
     figure = claim("softplus-figure-1").group("lssar")
     rise = cell(figure, 16.0, "dynamic NTK").minus(cell(figure, *HERE))
-    assert f"by {shown(rise)} from 0.09 (eight seeds, dynamic NTK)" in limits
+    assert f"by {shown(rise)} with init std 0.09 (eight seeds, dynamic NTK)" in limits
     assert len(figure.evaluations) == 8
 
 
