@@ -1,6 +1,7 @@
 """docs/evidence.md: its numbers are those of the committed results."""
 
 import re
+import tomllib
 from dataclasses import replace
 
 from softfocus.lab.report.points import cell
@@ -19,6 +20,7 @@ from .committed import (
     loss,
     minus,
     recalls,
+    report,
 )
 from .tables import said, shown, table, tables_of
 from .test_starts import HEADS, lead, on_text, recalled
@@ -86,6 +88,44 @@ def goal() -> str:
     )
 
 
+MODELS = {
+    "0.8 M": "layouts",
+    "3.2 M": "larger",
+    "1.3 M": "layouts-bpe-tuned",
+    "9 M": "small-gpu/bytes",
+    "10 M": "small-gpu/longer",
+}
+"""By size: the study that trained its Softmax."""
+
+
+def models() -> str:
+    """How the Softmax of README's table of sizes was built and trained, from its recipe in the
+    results.
+    """
+    rows = []
+    for size, study in MODELS.items():
+        (run,) = (one for one in report(study).runs if one.info.name == "softmax-s0")
+        recipe = tomllib.loads(run.recipe)
+        config, data, train = recipe["model"]["config"], recipe["data"], recipe["train"]
+        width, heads, tokens = config["hidden_size"], config["num_attention_heads"], data["tokenizer"]
+        assert (recipe["model"]["architecture"], train["optimizer"], train["weight_decay"]) == (
+            "gpt_neox",
+            "adamw",
+            0.1,
+        )
+        assert (train["betas"], train["clip"], config["tie_word_embeddings"]) == ([0.9, 0.95], 1.0, True)
+        assert config["rope_parameters"]["partial_rotary_factor"] == 1.0
+        assert "num_key_value_heads" not in config
+        assert train["precision"].startswith("float32" if study[:5] != "small" else "bf")
+        sequences = f"{train['batch']} x {train['length']} {'bytes' if tokens == 'bytes' else 'BPE tokens'}"
+        read = f"{train['steps']:,} of {sequences}"
+        start = f"{config.get('initializer_range', 0.02):g}"
+        built = str(config["num_hidden_layers"]), str(width), f"{heads} of {width // heads}", start
+        rows.append([size, *built, read, f"{train['learning_rate']:g}", train["decay"]])
+    columns = "layers", "width", "heads", "init std", "steps", "rate", "decay"
+    return table(["parameters", *columns], rows)
+
+
 def _rise(near: float, far: float) -> int:
     return int(far > near)
 
@@ -99,7 +139,8 @@ def _rises(group) -> int:
 
 
 def test_the_goal_is_as_far_as_measured():
-    assert tables_of(PAGE) == {"goal": goal()}, f"the page should show:\n{goal()}"
+    made = {"models": models(), "goal": goal()}
+    assert tables_of(PAGE) == made, "\n\n".join(["the page should show:", *made.values()])
 
 
 def test_the_leads_of_single_models_are_the_measured_ones():
