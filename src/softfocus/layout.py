@@ -372,12 +372,12 @@ def _fitted(groups: Layer, config: Any) -> Layer:
         raise ValueError(f"heads: the groups have {given} heads, the layer has {total}")
     groups = tuple(group if group.heads else replace(group, heads=total - given) for group in groups)
     if odd := [group.heads for group in groups if group.heads is not None and group.heads % shared]:
-        raise ValueError(f"heads: got {odd[0]}, expected a multiple of {shared}: so many query heads share a key head")
+        raise ValueError(f"heads: got {odd[0]}, expected a multiple of {shared}: so many query heads share a KV head")
     return groups if len(groups) > 1 else (replace(groups[0], heads=None),)
 
 
 def heads_of_a_key(config: Any) -> int:
-    """How many query heads of a model share a key head."""
+    """How many query heads of a model share a KV head."""
     total: int = config.num_attention_heads
     keys = getattr(config, "num_key_value_heads", None) or total
     return max(1, total // keys)  # DeepSeek-V3 has a key for each head, whatever its config says

@@ -11,14 +11,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 import softfocus.hf  # noqa: F401  (registers the attention)
 
 ROWS = 4
+WAYS = "ddp", "fsdp", "tp", "context"
 
 
 def load(folder, **options):
@@ -38,6 +41,10 @@ def shared_out(folder, way, ids):
         model = load(folder, tp_plan="auto")
         return gradients(model, model, ids)
     model = called = load(folder)
+    if way == "context":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        with context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]):
+            return gradients(model, model, ids)
     if way == "ddp":
         called = DistributedDataParallel(model)
     else:
@@ -62,7 +69,7 @@ def main(folder):
     dist.init_process_group("gloo")
     ids = torch.randint(1, 61, (ROWS, 24), generator=torch.Generator().manual_seed(0))
     models = sorted(Path(folder).iterdir())
-    found = {f"{model.name} {way}": compared(model, way, ids) for model in models for way in ("ddp", "fsdp", "tp")}
+    found = {f"{model.name} {way}": compared(model, way, ids) for model in models for way in WAYS}
     if dist.get_rank() == 0:
         print(json.dumps(found))
     dist.destroy_process_group()

@@ -36,7 +36,7 @@ def found(build, tmp_path_factory):
 
 @pytest.mark.long
 def test_gradients_of_two_processes_are_those_of_one(found):
-    shared = {name: value for name, value in found.items() if not name.endswith("tp")}
+    shared = {name: value for name, value in found.items() if name.endswith(("ddp", "fsdp"))}
     assert len(shared) == 2 * len(MODELS)
     assert all(value < LIMIT for value in shared.values()), shared
 
@@ -51,3 +51,10 @@ def test_tensor_parallelism_splits_heads_that_are_alike(found):
 def test_tensor_parallelism_is_refused_where_heads_differ(found):
     assert "hands over 2 of 4 query heads, and head_scale is learned for all of them" in found["learned tp"]
     assert "a layout by heads needs all heads of a layer in one call" in found["layout tp"]
+
+
+@pytest.mark.long
+def test_context_parallelism_is_refused(found):
+    """Each process would attend to its own part of the sequence."""
+    for model in MODELS:
+        assert "runs in torch's context_parallel()" in found[f"{model} context"]

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from softfocus.functional import HIDDEN, attention
 from softfocus.hf.config import layer_of
-from softfocus.hf.learned import heads as heads_of
 from softfocus.hf.learned import parameter_of
 from softfocus.hf.masks import EAGER, expected_by
+from softfocus.hf.refusals import refuse_arguments, refuse_other_heads
 from softfocus.hf.rotary import at_first_window
 from softfocus.hf.watch import Call, listeners
-from softfocus.layout import Heads, Layer
+from softfocus.layout import Heads
 from softfocus.mechanism import Mechanism, default_scale
 from softfocus.visibility import document_ids_from_lengths
 
@@ -38,15 +38,6 @@ REPLACED = "_softfocus_attention"
 """The attribute of an attention module with what is called in place of ``softfocus.attention()``.
 The lab's ablations set it.
 """
-_REFUSED = {
-    "softcap": "caps the scores before the softmax (Gemma 2)",
-    "s_aux": "adds attention sinks to the softmax's denominator (GPT-OSS)",
-    "sinks": "adds attention sinks to the softmax's denominator",
-    "indices": "picks the keys of sparse attention",
-    "block_indices": "picks the blocks of sparse attention",
-    "head_mask": "scales the finished weights head by head",
-    "cache": "holds the paged cache of continuous batching",
-}
 
 
 def attention_forward(
@@ -106,7 +97,7 @@ def attention_forward(
             "attn_implementation='softfocus' without a mechanism: the config has no entry 'softfocus'. Call "
             "softfocus.hf.use(model, 'lssar') instead of setting attn_implementation."
         )
-    _refuse(module, kwargs)
+    refuse_arguments(module, kwargs)
     query_length, key_length = query.shape[2], key.shape[2]
     decodes = causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if expected_by(module.config) == EAGER:
@@ -122,7 +113,7 @@ def attention_forward(
         position_bias = position_bias if position_bias is None else position_bias[..., :query_length]
     documents = _documents(module, kwargs.get("cu_seq_lens_q"), query, key, decodes)
     total, shared = query.shape[1], query.shape[1] // key.shape[1]
-    _refuse_other_heads(module, layer, total, shared)
+    refuse_other_heads(module, layer, total, shared)
     outs, start = [], 0
     for number, group in enumerate(layer):
         heads = slice(start, start + (group.heads or total))
@@ -329,40 +320,6 @@ def _with_sinks(
     # The scale is that of the dimensions as they were; a doubled query is longer by the root of two
     scale = default_scale(group.mechanism, query.shape[-1]) if scale is None else scale
     return doubled, apart, visible[None, None], scale * (math.sqrt(2) if group.mechanism.similarity == "cosine" else 1)
-
-
-def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    for name, what in _REFUSED.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__} passes {name}, which {what}; softfocus has no such thing and would "
-                f"silently leave it out. Use an architecture without {name}."
-            )
-    if kwargs.get("output_attentions"):
-        raise ValueError(
-            "output_attentions=True: softfocus never holds the whole matrix of weights, so a model cannot return it. "
-            "softfocus.hf.watch() shows the query and key of each layer, and softfocus.weights() their "
-            "weights, for the rows that you choose."
-        )
-
-
-def _refuse_other_heads(module: nn.Module, layer: Layer, total: int, shared: int) -> None:
-    """Refuse groups of heads that are not all query heads of a call, or part those that share a key
-    head.
-    """
-    if total != sum(group.heads or total for group in layer):
-        raise ValueError(
-            f"{type(module).__name__} hands over {total} query heads, and its layout describes "
-            f"{[g.heads for g in layer]}; a layout by heads needs all heads of a layer in one call, which "
-            "tensor parallelism splits"
-        )
-    if (names := [name for group in layer for name in group.learned]) and total != (every := heads_of(module)):
-        raise ValueError(
-            f"{type(module).__name__} hands over {total} of {every} query heads, and {names[0]} is learned for all of "
-            "them: tensor parallelism splits the heads of a layer. Use FSDP, or a mechanism without learned parameters"
-        )
-    if len(layer) > 1 and (odd := [group.heads for group in layer if (group.heads or 0) % shared]):
-        raise ValueError(f"heads: got {odd[0]}, expected a multiple of {shared}: so many query heads share a key head")
 
 
 def _documents(

@@ -1,8 +1,12 @@
-"""What ``use()``, ``window()`` and ``assign()`` refuse in a model, and warn of."""
+"""What ``use()``, ``window()`` and ``assign()`` refuse in a model, and warn of; what a call of its
+attention refuses.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
@@ -10,7 +14,20 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from softfocus.hf import learned
 from softfocus.hf.backends import own_attention
 from softfocus.hf.config import tree
+from softfocus.layout import Layer
 from softfocus.warn import warn
+
+_REFUSED = {
+    "softcap": "caps the scores before the softmax (Gemma 2)",
+    "s_aux": "adds attention sinks to the softmax's denominator (GPT-OSS)",
+    "sinks": "adds attention sinks to the softmax's denominator",
+    "indices": "picks the keys of sparse attention",
+    "block_indices": "picks the blocks of sparse attention",
+    "head_mask": "scales the finished weights head by head",
+    "cache": "holds the paged cache of continuous batching",
+}
+_SHARDS_SEQUENCES = "torch.distributed.tensor"
+"""Where the function comes from that torch's ``context_parallel()`` puts in SDPA's place."""
 
 
 def refuse_unchanged(caller: str, layouts: Sequence[object]) -> None:
@@ -96,6 +113,46 @@ def warn_of_keys_that_count(model: PreTrainedModel) -> None:
             "they get next to no weight, but count in N, the number of keys that a row sees",
             UserWarning,
         )
+
+
+def refuse_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse what a call of attention asks for and softfocus does not have."""
+    if not torch.compiler.is_compiling() and F.scaled_dot_product_attention.__module__.startswith(_SHARDS_SEQUENCES):
+        raise ValueError(
+            f"{type(module).__name__} runs in torch's context_parallel(), which replaces SDPA alone: softfocus would "
+            "see only this process's part of the sequence. Use data parallelism, FSDP or tensor parallelism"
+        )
+    for name, what in _REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} passes {name}, which {what}; softfocus has no such thing and would "
+                f"silently leave it out. Use an architecture without {name}."
+            )
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True: softfocus never holds the whole matrix of weights, so a model cannot return it. "
+            "softfocus.hf.watch() shows the query and key of each layer, and softfocus.weights() their "
+            "weights, for the rows that you choose."
+        )
+
+
+def refuse_other_heads(module: nn.Module, layer: Layer, total: int, shared: int) -> None:
+    """Refuse groups of heads that are not all query heads of a call, or that part those that share
+    a KV head.
+    """
+    if total != sum(group.heads or total for group in layer):
+        raise ValueError(
+            f"{type(module).__name__} hands over {total} query heads, and its layout describes "
+            f"{[g.heads for g in layer]}; a layout by heads needs all heads of a layer in one call, which "
+            "tensor parallelism splits"
+        )
+    if (names := [name for group in layer for name in group.learned]) and total != (every := learned.heads(module)):
+        raise ValueError(
+            f"{type(module).__name__} hands over {total} of {every} query heads, and {names[0]} is learned for all of "
+            "them: tensor parallelism splits the heads of a layer. Use FSDP, or a mechanism without learned parameters"
+        )
+    if len(layer) > 1 and (odd := [group.heads for group in layer if (group.heads or 0) % shared]):
+        raise ValueError(f"heads: got {odd[0]}, expected a multiple of {shared}: so many query heads share a KV head")
 
 
 def _no_dispatch(name: str) -> str:

@@ -33,7 +33,7 @@ def heads(
     head narrowed alone.
 
     A narrowed head sees the last keys only. Where that lowers the loss, far keys disturb the head.
-    Query heads that share a key head are narrowed together. Nothing is trained. Every row reads the
+    Query heads that share a KV head are narrowed together. Nothing is trained. Every row reads the
     same validation tokens.
 
     Each row is written to heads.json as it is finished. Rows that are there already are kept, if
@@ -106,7 +106,7 @@ def narrowings(layout: Layout, config: Any, keys: int) -> Iterator[tuple[int | N
     """The layout as it is, (None, None); with every head narrowed, (None, 0); and each head alone,
     (layer, head).
 
-    Heads that share a key head go together, under the number of the first.
+    Heads that share a KV head go together, under the number of the first.
     """
     layers = [layout.layer(layer) for layer in range(config.num_hidden_layers)]
     total, shared = config.num_attention_heads, heads_of_a_key(config)
