@@ -328,18 +328,16 @@ def by_size() -> dict[Size, tuple[dict[str, Group], str]]:
     bpe, swept = by_label("layouts-bpe-tuned", "bpe"), by_row("learning-rates-bpe")
     started = {"Softmax": swept["softmax-4"], "all-softmax-nope": swept["all-softmax-nope-4"]}
     started["global-heads-start-twice"] = swept["global-heads-start-twice"]
-    longer = by_row("bpe-longer")
-    longer["Softmax"] = longer["softmax"]
-    layout = longer["all-softmax-nope"]  # with init std 0.02
-    longer["all-softmax-nope"] = longer["all-softmax-nope-start"]
-    small = longer | {"all-softmax-nope": layout}
+    small = by_row("bpe-longer")
+    small["Softmax"] = small["softmax"]
+    longer = small | {"Softmax": small["softmax-4"], "all-softmax-nope": small["all-softmax-nope-start"]}
     return {
         ("0.8 M", "128 bytes", "1,100", "0.09", "4e-3"): (by_label("layouts", "global-heads"), "cosine-nope"),
         ("3.2 M", "128 bytes", "1,100", "0.0625", "2e-3"): (larger(), "global-heads"),
         ("9 M", "512 bytes", "3,000", "0.05", "2e-3"): (rows_of("small-gpu/bytes"), "global-heads"),
         ("10 M", "512 BPE tokens", "4,500", "0.05", "2e-3"): (rows_of("small-gpu/longer"), "global-heads"),
         ("1.3 M", "128 BPE tokens", "1,100", "0.09; 0.04", "8e-3; 4e-3"): (started, "global-heads-start-twice"),
-        ("1.3 M", "128 BPE tokens", "4,400", "0.09; Softmax 0.02", "4e-3"): (longer, "global-heads-start"),
+        ("1.3 M", "128 BPE tokens", "4,400", "0.09; Softmax 0.04", "4e-3"): (longer, "global-heads-start"),
         SMALL_INIT: (bpe, "global-heads"),
         SMALL_INIT_LONGER: (small, "global-heads"),
     }
