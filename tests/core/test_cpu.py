@@ -147,6 +147,15 @@ def test_the_rest_that_is_refused(arguments, words):
     assert words in why_not(**arguments)
 
 
+def test_more_keys_than_32_bits_count_are_refused():
+    """Expanded keys take no memory, and explain() reads none."""
+    query, key = torch.ones(1, 1, 4, 8), torch.ones(1, 1, 1, 8).expand(1, 1, 2**31, 8)
+    reason = softfocus.explain(query, key, key).reasons["cpu"]
+    assert reason == "2147483648 keys are 2^31 or more, and the kernels compare their indices in 32 bits"
+    shorter = key[:, :, 1:]
+    assert "2^31" not in softfocus.explain(query, shorter, shorter).reasons["cpu"]
+
+
 @pytest.mark.parametrize("mechanism", REFUSED)
 def test_asked_for_by_name_it_does_not_fall_back(mechanism):
     query = torch.randn(1, 1, 4, 8)

@@ -24,12 +24,16 @@ __all__ = ["ABOUT", "SUPPORTED", "backward", "build", "forward", "refuses", "run
 ABOUT = "fused C++ kernels, compiled for this machine at first use: memory O(L)"
 # Members of contract.Backend that this backend does not need
 saved_vector_count = None
+KEY_LENGTH_LIMIT = 2**31
+"""The kernels compare the indices of keys in 32 bits (``csrc/params.h``)."""
 
 
 def refuses(call: Call, to_run: bool) -> str | None:
-    """Why the kernels are switched off or do not compile. Whether they compile is tried only for a
-    call that is to run.
+    """Why the kernels are switched off or do not compile, or that there are too many keys. Whether
+    they compile is tried only for a call that is to run.
     """
+    if call.visibility.key_length >= KEY_LENGTH_LIMIT:
+        return f"{call.visibility.key_length} keys are 2^31 or more, and the kernels compare their indices in 32 bits"
     return build.why_unavailable(compiling=to_run)
 
 

@@ -17,7 +17,8 @@ enum Normaliser : int64_t { L1, NONE, ONE_OVER_N, ONE_OVER_L, ONE_OVER_SQRT_HALF
 
 // validation.py and mechanism.py have checked the call. The kernels rely on that: key_heads > 0
 // divides heads; head_dim and value_dim are > 0; with document_ids Lq <= Lk; re-weighting has the
-// l1 norm; LASER has the l1 norm and no dropout.
+// l1 norm; LASER has the l1 norm and no dropout. The backend refuses Lk >= 2^31 (__init__.py):
+// convert_row() compares indices of keys in int32.
 //
 // Row i has position i + Lk - Lq: the queries are the last positions (bottom-right alignment).
 struct Params {
