@@ -13,14 +13,14 @@ from softfocus.rows import Rows
 from softfocus.visibility import UNLIMITED
 
 TILE_ROWS = 64
-"""The most query rows of a tile."""
+"""The most query rows of a tile. Chosen, not measured."""
 TILE_ELEMENTS = 1 << 18
 """Heads and sequences are added to a tile while it has at most so many scores: 1 MiB of float32. A
-few such tensors fit into the second-level cache.
+few such tensors fit into the second-level cache. Chosen, not measured.
 """
 MAX_TILE_ELEMENTS = 1 << 23
 """A tile of TILE_ROWS rows of one key head's group may have so many scores: 32 MiB of float32.
-Where rows are longer, it has fewer of them, down to one.
+Where rows are longer, it has fewer of them, down to one. It limits memory. Chosen, not measured.
 """
 
 
@@ -53,7 +53,8 @@ class Tile:
     rows: slice
     keys: slice
     visible: Tensor | None  # bool [b|1, h|1, G|1, R, K]; None if all is visible
-    # For LASER: the keys that every row sees, fully masked rows aside; see ``_visible_to_all``
+    # The keys that every row sees, fully masked rows aside: a mask or a slice, which may hold none
+    # (``_visible_to_all``). None without LASER, which alone needs it
     visible_to_all: Tensor | slice | None
     count: Tensor  # [b, h, G, R, 1]
     query: Tensor  # [b, h, G * R, D], normalised for cosine, 0 where it is not finite
@@ -231,10 +232,10 @@ class Chunk:
             seen = self.flat(tile.visible.expand(weighed.scores.shape).to(self.dtype)) @ value_nonfinite
         return x.masked_fill(seen > 0, nonfinite)
 
-    def _visible_to_all(self, rows: slice, keys: slice, visible: Tensor | None, count: Tensor) -> Tensor | slice | None:
+    def _visible_to_all(self, rows: slice, keys: slice, visible: Tensor | None, count: Tensor) -> Tensor | slice:
         """The keys that every row of a tile sees, fully masked rows aside: bool [b, h, 1, K] or a
-        slice, either of which may hold none. None where a window alone hides every key; with other
-        masks all keys where every row is fully masked.
+        slice, either of which may hold none. Where every row is fully masked: no key if only a
+        window masks, all keys with other masks.
         """
         if visible is None:
             return slice(0, keys.stop - keys.start)
@@ -247,7 +248,7 @@ class Chunk:
             if visibility.right != UNLIMITED:
                 first = max(first, -visibility.offset - visibility.right)
             if first >= rows.stop:
-                return None
+                return slice(0, 0)
             low, high = visibility.span(rows.stop - 1, rows.stop)[0], visibility.span(first, first + 1)[1]
             return slice(low - keys.start, high - keys.start)
         fully_masked = (count == 0).expand(*self.shape[:2], *count.shape[2:])
