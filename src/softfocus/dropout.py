@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 ROUNDS = 7
-SPAN = 64
-"""A span is 64 consecutive columns. They share LANES consecutive counters."""
-LANES = 8
-"""Counters of a span."""
+SPAN_KEYS = 64
+"""Columns (keys) of a span, which follow one another. They share SPAN_COUNTERS counters."""
+SPAN_COUNTERS = 8
+"""Counters of a span, which follow one another."""
 _WORD = 2**32 - 1
 
 
@@ -55,15 +55,15 @@ def factors(
     Returns:
         [..., R, K], on the device of ``heads``.
     """
-    first, last = columns[0] // SPAN, -(-columns[1] // SPAN)
+    first, last = columns[0] // SPAN_KEYS, -(-columns[1] // SPAN_KEYS)
     row = torch.arange(*rows, device=heads.device)[:, None]
-    column = torch.arange(first * LANES, last * LANES, device=heads.device)
+    column = torch.arange(first * SPAN_COUNTERS, last * SPAN_COUNTERS, device=heads.device)
     words = philox((column, row, heads[..., None, None], torch.zeros_like(row)), (seed & _WORD, seed >> 32))
     drop_below = threshold(p)
     halves = [half >= drop_below for word in words for half in (word & 0xFFFF, word >> 16)]
-    kept = torch.stack(halves, -2).unflatten(-1, (-1, LANES))  # [..., R, 8, spans, LANES]
+    kept = torch.stack(halves, -2).unflatten(-1, (-1, SPAN_COUNTERS))  # [..., R, 8, spans, SPAN_COUNTERS]
     kept = kept.transpose(-3, -2).flatten(-3)  # [..., R, columns]
-    return kept[..., columns[0] - first * SPAN : columns[1] - first * SPAN].to(dtype).mul_(keep_scale(p))
+    return kept[..., columns[0] - first * SPAN_KEYS : columns[1] - first * SPAN_KEYS].to(dtype).mul_(keep_scale(p))
 
 
 def philox(

@@ -976,7 +976,7 @@ def _store_and_load(row_vectors, out, algebra):
 @jit
 def _value_at_infinite_shift(out, algebra):
     s = tl.arange(0, 16).to(tl.float32) - 8.0
-    f = algebra.phi.value(s, tl.zeros_like(s) + float("inf"), algebra)
+    f = algebra.phi.f(s, tl.zeros_like(s) + float("inf"), algebra)
     tl.store(out + tl.arange(0, 16), f)
 
 

@@ -109,8 +109,8 @@ def main(
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         compiled = run(self, *arguments, grid=grid, warmup=True, **options)
         registers, stack = usage(compiled.asm["cubin"])
-        blocks = arguments[-1]
-        scores = getattr(blocks, "BLOCK_Q", 1) * getattr(blocks, "BLOCK_K", 1)
+        tiling = arguments[-1]
+        scores = getattr(tiling, "BLOCK_Q", 1) * getattr(tiling, "BLOCK_K", 1)
         exact = "gradients" in self.__name__ and arguments[-2] is True
         line = {
             "queries": of_call,

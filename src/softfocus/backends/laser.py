@@ -17,9 +17,13 @@ from softfocus.rows import Rows
 # from that.
 LARGE_VALUE = 30.0  # values above shift + LARGE_VALUE are large: an entry with weight on one takes the exact sum
 SMALL_SUM = 1e-12  # smaller sums take the exact sum: the weights lie on values far below the shift
-SHIFT_TOLERANCE = 20.0  # the shift moves when the maximum is farther from it
+# The shift moves when the maximum is farther from it. Chosen, not measured: e^-20 and e^20 are far
+# from underflow and overflow
+SHIFT_TOLERANCE = 20.0
 MAX_EXPONENT = 80.0  # exponents are clamped here: e^80 is finite in float32, and 0 times it is 0
-ENTRY_ELEMENTS = 1 << 20  # the largest [n, K] of rows or entries whose logarithms are computed at once
+# The largest [n, K] of rows or entries whose logarithms are computed at once: 8 MiB of float64.
+# Chosen, not measured
+ENTRY_ELEMENTS = 1 << 20
 
 RowIndex = tuple[Tensor, Tensor, Tensor]
 """Batch, head and row of some rows, each [n]: an index into [b, h, R, ...]."""
@@ -59,20 +63,20 @@ class LogWeights:
         """log A of some rows, [n, K]."""
         return self._logs(index)[2]
 
-    def correct(self, grad_scores: Tensor, grad_power: Tensor | None, index: RowIndex, exact_terms: Tensor) -> Tensor:
-        """dL/ds [b, h, R, K], with that of the rows at ``index`` computed from ``exact_terms``, A
-        dL/dA [n, K]. Both dL/ds and dL/dp [b, h, G, R / G, 1] are overwritten in these rows.
+    def correct(self, grad_scores: Tensor, grad_power: Tensor | None, index: RowIndex, weighted_grad: Tensor) -> Tensor:
+        """dL/ds [b, h, R, K], with that of the rows at ``index`` computed from ``weighted_grad``,
+        A dL/dA [n, K]. Both dL/ds and dL/dp [b, h, G, R / G, 1] are overwritten in these rows.
         """
         grad_power_rows = None if grad_power is None else grad_power.view(*grad_power.shape[:2], -1, 1)
-        for some in _pieces(len(exact_terms), exact_terms.size(-1)):
+        for some in _pieces(len(weighted_grad), weighted_grad.size(-1)):
             here = index[0][some], index[1][some], index[2][some]
-            grad_s, grad_p = self._gradients(here, exact_terms[some])
+            grad_s, grad_p = self._gradients(here, weighted_grad[some])
             grad_scores[here] = grad_s.to(grad_scores.dtype)
             if grad_power_rows is not None and grad_p is not None:
                 grad_power_rows[here] = grad_p.to(grad_power_rows.dtype)
         return grad_scores
 
-    def _gradients(self, index: RowIndex, exact_terms: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _gradients(self, index: RowIndex, weighted_grad: Tensor) -> tuple[Tensor, Tensor | None]:
         """From A dL/dA [n, K] of some rows: dL/ds [n, K], and dL/dp [n, 1] where there is a power.
 
         Let A = r / sum r, with r = phi or r = u^p, and D = sum_j A_j dL/dA_j. Then dL/d log r is
@@ -84,7 +88,7 @@ class LogWeights:
         g = dL/d log u / (f - mean(f)). In units of sum f, f is the l1 weight and mean(f) is 1/N.
         """
         log_l1, log_u, log_a = self._logs(index)
-        grad_log_r = exact_terms - log_a.exp() * exact_terms.sum(-1, keepdim=True)
+        grad_log_r = weighted_grad - log_a.exp() * weighted_grad.sum(-1, keepdim=True)
         assert self.phi.log_derivative is not None
         log_derivative = self.phi.log_derivative(self.scores[index].to(self.double)).masked_fill(
             log_l1 == -torch.inf, 0.0
@@ -179,16 +183,16 @@ class ShiftedExponential:
         batch_i, head_i, row_i = has_exact.nonzero().unbind(-1)
         index = batch_i, head_i, row_i
         number = has_exact.flatten().cumsum(0).view(has_exact.shape) - 1  # [b, h, R], the place of a row in ``index``
-        exact_terms = grad_weights[index].to(logs.double)  # [n, K]
+        weighted_grad = grad_weights[index].to(logs.double)  # [n, K]
         for some in _pieces(len(row_i), weights.size(-1)):
-            exact_terms[some] *= logs.weights((batch_i[some], head_i[some], row_i[some])).exp()
+            weighted_grad[some] *= logs.weights((batch_i[some], head_i[some], row_i[some])).exp()
         exact_grad = torch.zeros_like(grad_value.mT, dtype=logs.double, memory_format=torch.contiguous_format)
         columns = exact_grad.view(-1, weights.size(-1))  # [b * h * Dv, K]
         for (b, h, row), column, terms in self._exact(logs, exact, keys):
             part = terms.softmax(-1) * grad[b, h, row, column, None]  # [n, K]
-            _add_at(exact_terms, number[b, h, row], part)
+            _add_at(weighted_grad, number[b, h, row], part)
             _add_at(columns, (b * grad_value.size(1) + h) * grad_value.size(-1) + column, part)
-        return grad_weights, grad_value.add_(exact_grad.mT.to(grad_value.dtype)), (index, exact_terms)
+        return grad_weights, grad_value.add_(exact_grad.mT.to(grad_value.dtype)), (index, weighted_grad)
 
     def _sum(
         self, weights: Tensor, logs: LogWeights, keys: slice, visible_to_all: Tensor | slice | None

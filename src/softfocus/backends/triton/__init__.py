@@ -119,25 +119,25 @@ TRITON_FOUND = _triton_found()
 """Whether Triton is installed. Found at import, because torch 2.11 cannot trace find_spec()."""
 SAVED_VECTORS = 8
 """The number of vectors [B, H, Lq] that every forward saves: the four of RowStatistics, the sum of
-f (``Phi.value``), sum u^p, LASER's marks, and the largest score in the score unit.
+f (``Phi.f``), sum u^p, LASER's marks, and the largest score in the score unit.
 ``kernels/loading.py`` has their indices.
 """
 
 
 def saved_vector_count(call: Call) -> int:
     """The number of saved vectors that the forward returns: SAVED_VECTORS, plus enough float32
-    vectors to hold the residual, which lies behind them in the same tensor.
+    vectors to hold ``Outputs.out_extra``, which lies behind them in the same tensor.
     """
-    residual = residual_dtype(call.mechanism, call.value.dtype)
-    return SAVED_VECTORS + (0 if residual is None else -(-call.value.size(-1) * residual.itemsize // 4))
+    dtype = out_extra_dtype(call.mechanism, call.value.dtype)
+    return SAVED_VECTORS + (0 if dtype is None else -(-call.value.size(-1) * dtype.itemsize // 4))
 
 
-def residual_dtype(mechanism: Mechanism, dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype of the residual that the backward needs for an output of ``dtype``; None if it
-    needs none.
+def out_extra_dtype(mechanism: Mechanism, dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype of what the backward needs beside an output of ``dtype``; None if it needs nothing.
 
-    The residual is LASER's A e^V. For 16-bit dtypes with an l1 norm it is the rounding error of
-    out, from which the backward computes delta = sum(out dL/dout).
+    With LASER that is A e^V, or in marked rows the rounding error of out. Else, for 16-bit dtypes
+    with an l1 norm, it is the rounding error of out: the backward adds it to out before it computes
+    delta = sum(out dL/dout).
     """
     if mechanism.laser:
         return torch.float32

@@ -104,7 +104,7 @@ class Inputs(NamedTuple):
         head_scale, power: float32 [H], or None.
         batch, heads, group: B, H, H / Hk.
         query_length, key_length, head_dim, value_dim: Lq, Lk, D, Dv.
-        scale: the d-dependent factor of the scores.
+        scale: the caller's ``scale``, or its default, scale(d): a factor of c_i.
         lengths: of a cache: int32 [B], how many of its keys each sequence has
             (``loading.sequence_length``); or None.
         page_table: of a cache in pages: int32 [B, 1, 1, n], whose entry i is the page of the
@@ -151,11 +151,11 @@ class Outputs(NamedTuple):
 
     Attributes:
         out: [B, H, Lq, Dv].
-        residual: shaped like out, saved for the backward, in the memory of ``saved`` after the
-            first SAVED_VECTORS vectors; or None. It holds
+        out_extra: what the backward needs beside out, shaped like out, in the memory of ``saved``
+            after the first SAVED_VECTORS vectors; or None. It holds
 
-            * of float16 and bfloat16 with an l1 norm: the rounding error of out as int8, in units
-              of ``weighting.rounding_step``;
+            * of float16 and bfloat16 with an l1 norm, without LASER: the rounding error of out as
+              int8, in units of ``weighting.rounding_step``;
             * for LASER: A e^V in float32;
             * in LASER's marked rows: the rounding error of out in float32.
 
@@ -165,7 +165,7 @@ class Outputs(NamedTuple):
     """
 
     out: Array
-    residual: Array | None
+    out_extra: Array | None
     saved: RowArray
     exact_heads: Any
     end: tl.constexpr
@@ -211,11 +211,10 @@ class Phi(NamedTuple):
     """phi as jit functions. Scores s are in the score unit: multiplied by ``score_unit``.
 
     Attributes:
-        value: (s, shift, algebra) to phi 2^-shift, multiplied by ``phi_unit``.
+        f: (s, shift, algebra) to f = phi 2^-shift, multiplied by ``phi_unit``.
         derivative: (s, shift, algebra) to phi' 2^-shift, not multiplied by ``phi_unit``. phi' is
             always d phi / ds of the score in natural units.
-        log: (s, shift, value) to the natural logarithm of what ``value`` returns (phi 2^-shift,
-            times ``phi_unit``). It is accurate even where that underflows.
+        log: (s, shift, f) to the natural logarithm of f. It is accurate even where f underflows.
         log_derivative: s to phi' / phi, where phi is too small to be divided by: 1 in the
             exponential tail, 1 / s of relu, 2 / s of relu2.
         has_zeros: constexpr, whether phi is 0 below a score of 0.
@@ -224,13 +223,12 @@ class Phi(NamedTuple):
         score_unit: constexpr, the factor of the scores: log2 e for a phi made of exponentials, else
             1.
         phi_unit: constexpr, the factor of phi: log2 e for softplus, else 1.
-        zero_at_infinite_shift: constexpr. True if shift = inf makes ``value`` 0, which removes rows
-            past the end (``backward_rows.load_row_vectors``). False if it would give 0 * inf
-            (softplus). Such rows then get shift 0, where ``value`` must be finite, and
-            weight_factor = 0 removes them.
+        zero_at_infinite_shift: constexpr. True if shift = inf makes f 0, which removes rows past
+            the end (``backward_rows.load_row_vectors``). False if it would give 0 * inf (softplus).
+            Such rows then get shift 0, where f must be finite, and weight_factor = 0 removes them.
     """
 
-    value: Any
+    f: Any
     derivative: Any
     log: Any
     log_derivative: Any
@@ -241,14 +239,14 @@ class Phi(NamedTuple):
     zero_at_infinite_shift: tl.constexpr = tl.constexpr(True)
 
 
-class Blocks(NamedTuple):
-    """The shape of a kernel's tiles, constexpr.
+class Tiling(NamedTuple):
+    """The shape of a kernel's tiles, and how their products are computed; constexpr.
 
     Attributes:
         BLOCK_Q, BLOCK_K: queries and keys of a tile.
         BLOCK_D, BLOCK_DV: D and Dv, rounded up to powers of two, and to at least 16 (tl.dot).
         dims_fill_tile: whether D and Dv equal BLOCK_D and BLOCK_DV.
-        precision: of float32 products: "ieee" or "tf32".
+        precision: of products of float32 operands: "ieee" or "tf32".
         widen: whether bfloat16 operands are multiplied in float32, as Triton's interpreter needs.
     """
 

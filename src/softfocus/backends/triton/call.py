@@ -14,25 +14,25 @@ from softfocus.backends.triton import (
     SAVED_VECTORS,
     bounded,
     exponential_dtype,
-    residual_dtype,
+    out_extra_dtype,
     saved_vector_count,
     spans_too_much,
     takes_unit_vectors,
     tuning,
 )
-from softfocus.backends.triton.arguments import Blocks, Inputs, Masks, Outputs
+from softfocus.backends.triton.arguments import Inputs, Masks, Outputs, Tiling
 from softfocus.backends.triton.assembler import right_assembler
 from softfocus.backends.triton.inputs import (
     END,
     algebra_of,
     array,
-    blocks_of,
     ceil_div,
     document_bounds,
     inputs_of,
     masks_of,
     row_array,
     tile_lists,
+    tiling_of,
 )
 from softfocus.backends.triton.kernels import (
     backward_rows,
@@ -50,7 +50,9 @@ from softfocus.backends.triton.tuning import next_power_of_two
 from softfocus.contract import LEAVES, Call, pack
 
 TILES_PER_SPLIT = 4  # unmeasured
-"""At most one split for so many tiles of the key length. It may have fewer, or none."""
+"""At most one split for so many tiles of the key length. A split may have fewer tiles, or none: a
+window, and a sequence that is shorter than its cache, leave fewer tiles to divide.
+"""
 ELEMENTS_AT_ONCE = 4096  # unmeasured
 """Elements whose norms or exponentials one program computes."""
 ALIGNED = 16
@@ -62,15 +64,15 @@ default of this option will change: here it is set, so that neither results nor 
 """
 
 
-class LaunchShape(NamedTuple):
-    """A call divided into tiles of one shape: that shape, the masks with the lists of tiles to
-    visit that the kernel reads, Triton's options, and the grids of programs.
+class LaunchPlan(NamedTuple):
+    """A call divided into tiles of one shape: their ``Tiling``, the masks with the lists of tiles
+    to visit that the kernel reads, Triton's options, and the grids of programs.
 
     ``row_grid`` has a program per block of queries and query head, ``key_grid`` one per block of
     keys and key head.
     """
 
-    blocks: Blocks
+    tiling: Tiling
     masks: Masks
     options: dict[str, Any]
     row_grid: tuple[int, int]
@@ -90,7 +92,7 @@ class Launcher:
             self.inputs = self.inputs._replace(query_rnorm=query_rnorm)
         self.algebra = algebra_of(mechanism, self.inputs.power is not None, bounded(call), call.query.dtype)
         self._surveys: dict[tuning.TileShape, tuple[Masks, Tensor | None]] = {}
-        self._launch_shapes: dict[tuple[tuning.TileShape, str], LaunchShape] = {}
+        self._launch_plans: dict[tuple[tuning.TileShape, str], LaunchPlan] = {}
 
     def _launch(self, kernel: Any, variant_key: Hashable, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Does what ``kernel[grid](*args, **options)`` does, but looks up the compiled kernel only
@@ -121,21 +123,21 @@ class Launcher:
             inputs = self._precomputed_inputs(backward=False)
 
             def run(tile: tuning.TileShape) -> None:
-                shape = self._launch_shape(tile, "key_tiles")
+                plan = self._launch_plan(tile, "key_tiles")
                 self._launch(
-                    forward.forward, tile, shape.row_grid,
-                    inputs, self.algebra, shape.masks, outputs, shape.blocks, **shape.options,
+                    forward.forward, tile, plan.row_grid,
+                    inputs, self.algebra, plan.masks, outputs, plan.tiling, **plan.options,
                 )  # fmt: skip
 
             tile = self._with_shape("forward", run)
         if self.call.mechanism.laser:
 
             def marked_rows(tile: tuning.TileShape) -> None:
-                shape = self._launch_shape(tile, "key_tiles")
+                plan = self._launch_plan(tile, "key_tiles")
                 # Another kernel after decoding: inputs then has no key norms, unit vectors or e^V
                 self._launch(
-                    laser.exact_forward, (tile, splits > 1), shape.row_grid,
-                    inputs, self.algebra, shape.masks, outputs, shape.blocks, **shape.options,
+                    laser.exact_forward, (tile, splits > 1), plan.row_grid,
+                    inputs, self.algebra, plan.masks, outputs, plan.tiling, **plan.options,
                 )  # fmt: skip
 
             tuning.where_it_fits(tile, marked_rows)
@@ -170,26 +172,26 @@ class Launcher:
             grad_exp_out = array(torch.empty_like(out, dtype=exponential_dtype(value.dtype)))
 
         def launch(
-            kernel: Any, grid: tuple[int, ...], tile: tuning.TileShape, shape: LaunchShape, *arguments: Any
+            kernel: Any, grid: tuple[int, ...], tile: tuning.TileShape, plan: LaunchPlan, *arguments: Any
         ) -> None:
             # A measurement runs this function many times. That is safe, because each time the first
             # variant overwrites what EXACT then adds to
             for exact in (False, True) if call.mechanism.laser else (False,):
                 of_exp_out = grad_exp_out is not None and not exact and kernel is not query_gradients.query_gradients
                 incoming_grad = grad_exp_out if of_exp_out else grad_out
-                shared = inputs, self.algebra, shape.masks, incoming_grad, outputs, row_array(row_vectors)
+                shared = inputs, self.algebra, plan.masks, incoming_grad, outputs, row_array(row_vectors)
                 variant_key = tile, exact, layouts
-                self._launch(kernel, variant_key, grid, *shared, *arguments, exact, shape.blocks, **shape.options)
+                self._launch(kernel, variant_key, grid, *shared, *arguments, exact, plan.tiling, **plan.options)
 
         def launch_query_gradients(tile: tuning.TileShape) -> None:
             arrays = array(grads["query"]), grad_exp_out, grads_by_row.get("head_scale"), grads_by_row.get("power")
-            shape = self._launch_shape(tile, "key_tiles")
-            launch(query_gradients.query_gradients, shape.row_grid, tile, shape, *arrays)
+            plan = self._launch_plan(tile, "key_tiles")
+            launch(query_gradients.query_gradients, plan.row_grid, tile, plan, *arrays)
 
         def launch_key_gradients(tile: tuning.TileShape) -> None:
             arrays = array(grads["key"]), array(grads["value"])
-            shape = self._launch_shape(tile, "query_tiles")
-            launch(key_gradients.key_gradients, shape.key_grid, tile, shape, *arrays)
+            plan = self._launch_plan(tile, "query_tiles")
+            launch(key_gradients.key_gradients, plan.key_grid, tile, plan, *arrays)
 
         if query.numel():
             self._with_shape("query_gradients", launch_query_gradients)
@@ -200,12 +202,12 @@ class Launcher:
             broadcast = [size == 1 for size in bias.shape]
 
             def launch_bias_gradients(tile: tuning.TileShape) -> None:
-                shape = self._launch_shape(tile)
-                row_blocks = 1 if broadcast[2] else shape.row_grid[0]
-                key_blocks = 1 if broadcast[3] else shape.key_grid[0]
+                plan = self._launch_plan(tile)
+                row_blocks = 1 if broadcast[2] else plan.row_grid[0]
+                key_blocks = 1 if broadcast[3] else plan.key_grid[0]
                 grid = row_blocks * key_blocks, grad_bias.size(0) * grad_bias.size(1)
                 arguments = array(grad_bias), grad_bias.size(1), *broadcast
-                launch(bias_gradients.bias_gradients, grid, tile, shape, *arguments)
+                launch(bias_gradients.bias_gradients, grid, tile, plan, *arguments)
 
             if grad_bias.numel():
                 self._with_shape("bias_gradients", launch_bias_gradients)
@@ -228,33 +230,32 @@ class Launcher:
             or not (self.call.query.numel() and self.call.key.numel())
         ):
             return self._first_shape(kernel)
-        candidates = tuning.candidates(kernel, self.call)
-        kind = tuning.kind(kernel, self.call)
+        kind, candidates = tuning.kind(kernel, self.call), tuning.candidates(kernel, self.call)
         return tuning.fastest(kind, self.call.query.device, candidates, run)
 
-    def _launch_shape(self, tile: tuning.TileShape, lists: str = "") -> LaunchShape:
+    def _launch_plan(self, tile: tuning.TileShape, lists: str = "") -> LaunchPlan:
         """``lists``: the field of ``Masks`` with the lists of tiles that the kernel reads,
         "key_tiles" or "query_tiles"; "" for a kernel that reads none.
         """
         key = tile, lists
-        if key not in self._launch_shapes:
+        if key not in self._launch_plans:
             query, value = self.call.query, self.call.value
-            blocks = blocks_of(query.size(-1), value.size(-1), query.dtype, tile)
+            tiling = tiling_of(query.size(-1), value.size(-1), query.dtype, tile)
             batch, heads, query_length = self.call.query.shape[:3]
             if tile not in self._surveys:
-                self._surveys[tile] = self._survey(tile, blocks)
+                self._surveys[tile] = self._survey(tile, tiling)
             masks, states = self._surveys[tile]
             if lists and states is not None:
                 made: Any = {lists: tile_lists(states if lists == "key_tiles" else states.mT)}
                 masks = masks._replace(**made)
-            self._launch_shapes[key] = LaunchShape(
-                blocks,
+            self._launch_plans[key] = LaunchPlan(
+                tiling,
                 masks,
                 {**tile.options, **FP_FUSION},
                 (ceil_div(query_length, tile.rows), batch * heads),
                 (ceil_div(self.call.visibility.key_length, tile.keys), batch * self.call.key.size(1)),
             )
-        return self._launch_shapes[key]
+        return self._launch_plans[key]
 
     def _precomputed_inputs(self, backward: bool) -> Inputs:
         """The inputs with the keys' norms and LASER's e^V, for kernels that read a key more than
@@ -282,10 +283,10 @@ class Launcher:
         return inputs
 
     def _outputs(self, out: Tensor, saved: Tensor, exact_heads: Tensor | None) -> Outputs:
-        dtype, residual = residual_dtype(self.call.mechanism, out.dtype), None
+        dtype, out_extra = out_extra_dtype(self.call.mechanism, out.dtype), None
         if dtype is not None:
-            residual = saved[SAVED_VECTORS:].flatten().view(dtype)[: out.numel()].view(out.shape)
-        return Outputs(array(out), array(residual), row_array(saved), exact_heads, END)
+            out_extra = saved[SAVED_VECTORS:].flatten().view(dtype)[: out.numel()].view(out.shape)
+        return Outputs(array(out), array(out_extra), row_array(saved), exact_heads, END)
 
     def _empty_unit_vectors(self, x: Tensor, backward: bool) -> tuple[Tensor | None, Tensor | None]:
         """Empty tensors for the unit vectors of x: one in float16, and for the backward one in the
@@ -324,26 +325,25 @@ class Launcher:
             sizes = heads, length, width, *flags, block_rows, columns
             self._launch(kernel, variant_key, grid, array(x), *outputs, *sizes, **FP_FUSION)
 
-    def _survey(self, tile: tuning.TileShape, blocks: Blocks) -> tuple[Masks, Tensor | None]:
+    def _survey(self, tile: tuning.TileShape, tiling: Tiling) -> tuple[Masks, Tensor | None]:
         """The masks without lists of tiles, and the states of all tiles (see ``masking.survey``);
         None where the window alone masks.
         """
         visibility, inputs = self.call.visibility, self.inputs
-        masks = masks_of(visibility)
-        mask, documents = visibility.mask, visibility.document_ids
+        masks, mask, documents = masks_of(visibility), visibility.mask, visibility.document_ids
         parts = [part for part in (mask, visibility.key_mask, documents) if part is not None]
         if not parts:
             return masks, None
         batch, heads = max(part.size(0) for part in parts), 1 if mask is None else mask.size(1)
-        row_blocks = ceil_div(inputs.query_length, blocks.BLOCK_Q.value)
-        key_blocks = ceil_div(inputs.key_length, blocks.BLOCK_K.value)
+        row_blocks = ceil_div(inputs.query_length, tiling.BLOCK_Q.value)
+        key_blocks = ceil_div(inputs.key_length, tiling.BLOCK_K.value)
         counts = parts[0].new_empty(batch, heads, inputs.query_length, 1, dtype=torch.int32)
         states = parts[0].new_zeros(batch, heads, row_blocks, key_blocks, dtype=torch.int8)
         if counts.numel():
-            bounds = (None, None) if documents is None else document_bounds(documents, blocks.BLOCK_K.value)
+            bounds = (None, None) if documents is None else document_bounds(documents, tiling.BLOCK_K.value)
             self._launch(
                 masking.survey, tile, (row_blocks, batch, heads),
-                inputs, masks, *bounds, array(counts), array(states), blocks, **FP_FUSION,
+                inputs, masks, *bounds, array(counts), array(states), tiling, **FP_FUSION,
             )  # fmt: skip
         return masks._replace(counts=array(counts)), states
 
@@ -356,27 +356,27 @@ class Launcher:
         return min(_programs(query.device) // (self.inputs.batch * key.size(1)), tiles // TILES_PER_SPLIT)
 
     def _decode(self, outputs: Outputs, tile: tuning.TileShape, splits: int) -> None:
-        query, shape = self.call.query, self._launch_shape(tile)
-        heads = self.inputs.batch * self.call.key.size(1)
-        rows = next_power_of_two(self.inputs.group * query.size(2))
+        query, plan = self.call.query, self._launch_plan(tile)
+        key_heads, row_count = self.inputs.batch * self.call.key.size(1), self.inputs.group * query.size(2)
+        rows = next_power_of_two(row_count)
         rows_stored, stages = tl.constexpr(rows), tl.constexpr(tile.stages)
         assert decode.SCORES_AT_ONCE.value >= 32 * tile.warps, "each thread must have a score of its own"
         # Tensor cores take at least 16 rows. One row goes without them in float32, and in
         # ``decode.weights``, which reads few values
-        padded = shape.blocks._replace(BLOCK_Q=tl.constexpr(max(16, rows)))
-        blocks_of_weights = padded if rows > 1 else padded._replace(BLOCK_Q=rows_stored)
-        blocks_of_statistics = blocks_of_weights if query.dtype == torch.float32 else padded
-        split_stats = query.new_empty(heads, splits, decode.STATS.value, rows, dtype=torch.float32)
-        split_accs = query.new_empty(heads, splits, rows, padded.BLOCK_DV.value, dtype=torch.float32)
-        scores = query.new_empty(heads, self.inputs.group * query.size(2), self.inputs.key_length, dtype=torch.float32)
-        shared = self.inputs, self.algebra, shape.masks, split_stats, split_accs
-        grid, variant_key, options = (splits, heads), (tile, splits), shape.options
+        padded = plan.tiling._replace(BLOCK_Q=tl.constexpr(max(16, rows)))
+        tiling_of_weights = padded if rows > 1 else padded._replace(BLOCK_Q=rows_stored)
+        tiling_of_statistics = tiling_of_weights if query.dtype == torch.float32 else padded
+        split_stats = query.new_empty(key_heads, splits, decode.STATS.value, rows, dtype=torch.float32)
+        split_accs = query.new_empty(key_heads, splits, rows, padded.BLOCK_DV.value, dtype=torch.float32)
+        scores = query.new_empty(key_heads, row_count, self.inputs.key_length, dtype=torch.float32)
+        shared = self.inputs, self.algebra, plan.masks, split_stats, split_accs
+        grid, variant_key, options = (splits, key_heads), (tile, splits), plan.options
         score_arguments = *shared, scores, rows_stored, stages
-        self._launch(decode.statistics, variant_key, grid, *score_arguments, blocks_of_statistics, **options)
+        self._launch(decode.statistics, variant_key, grid, *score_arguments, tiling_of_statistics, **options)
         if self.algebra.reweighted:
-            self._launch(decode.weights, variant_key, grid, *score_arguments, blocks_of_weights, **options)
-        sums = *shared, splits, outputs, rows_stored, blocks_of_statistics  # combine uses only its BLOCK_DV
-        self._launch(decode.combine, variant_key, (1, heads), *sums, **options)
+            self._launch(decode.weights, variant_key, grid, *score_arguments, tiling_of_weights, **options)
+        sums = *shared, splits, outputs, rows_stored, tiling_of_statistics  # combine uses only its BLOCK_DV
+        self._launch(decode.combine, variant_key, (1, key_heads), *sums, **options)
 
 
 def _layout(call: Call) -> Hashable:

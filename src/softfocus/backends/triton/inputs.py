@@ -12,7 +12,7 @@ from triton import knobs
 
 from softfocus import dropout
 from softfocus.backends.triton import runtime_power, tuning
-from softfocus.backends.triton.arguments import Algebra, Array, Blocks, Inputs, Masks, RowArray, TileLists
+from softfocus.backends.triton.arguments import Algebra, Array, Inputs, Masks, RowArray, TileLists, Tiling
 from softfocus.backends.triton.kernels import masking
 from softfocus.backends.triton.kernels.pointwise import PHI
 from softfocus.backends.triton.tuning import next_power_of_two
@@ -52,7 +52,7 @@ def row_array(x: Tensor) -> RowArray:
 
 
 @lru_cache(maxsize=256)
-def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.TileShape) -> Blocks:
+def tiling_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.TileShape) -> Tiling:
     """A tile's shape, and how its products are computed."""
     widths = [max(16, next_power_of_two(size)) for size in (head_dim, value_dim)]
     # A float16 call multiplies LASER's e^V, and weights and gradients that float16 might not hold,
@@ -62,7 +62,7 @@ def blocks_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.Ti
     dims_fill_tile = widths == [head_dim, value_dim]
     # The interpreter of Triton 3.9 multiplies the bit patterns of bfloat16
     widen = knobs.runtime.interpret and dtype == torch.bfloat16
-    return Blocks(*map(tl.constexpr, (tile.rows, tile.keys, *widths, dims_fill_tile, precision, widen)))
+    return Tiling(*map(tl.constexpr, (tile.rows, tile.keys, *widths, dims_fill_tile, precision, widen)))
 
 
 def _needs_shift(mechanism: Mechanism, bounded: bool, dtype: torch.dtype) -> bool:

@@ -28,13 +28,13 @@ class DropoutMask {
       : keep_scale(call.drop_below < 1 << 16 ? 65536.0f / (65536 - call.drop_below) : 0.0f),
         params(call),
         max_rows(most_rows) {
-    if (params.drop_below) dropped_bits.resize(max_rows * (most_keys / WORD_KEYS), /*huge_pages=*/false);
+    if (params.drop_below) dropped_bits.resize(max_rows * (most_keys / SPAN_KEYS), /*huge_pages=*/false);
   }
 
   // For row r and the W keys from offset j on: dropped() is -1 in the lanes of dropped weights,
   // else 0; factors() is 0 in these lanes, else keep_scale.
   vint dropped(int64_t r, int64_t j) const {
-    int32_t word = int32_t(dropped_bits[word_index(r, j)] >> (j % WORD_KEYS));
+    int32_t word = int32_t(dropped_bits[word_index(r, j)] >> (j % SPAN_KEYS));
     return (splat(word) & (1 << lane_index())) != 0;
   }
   vfloat factors(int64_t r, int64_t j) const { return dropped(r, j) ? vfloat{} : splat(keep_scale); }
@@ -45,8 +45,8 @@ class DropoutMask {
     block.each_tile([&](int64_t start_k) {
       for (int64_t r = 0; r < block.n_rows; ++r) {
         KeyRange strip_keys = block.strip_range(r, start_k);
-        for (int64_t j = strip_keys.begin / WORD_KEYS * WORD_KEYS; j < strip_keys.end; j += WORD_KEYS)
-          dropped_bits[word_index(r, j)] = dropped_word(uint64_t(block.key_begin + j) / WORD_KEYS * WORD_COUNTERS,
+        for (int64_t j = strip_keys.begin / SPAN_KEYS * SPAN_KEYS; j < strip_keys.end; j += SPAN_KEYS)
+          dropped_bits[word_index(r, j)] = dropped_word(uint64_t(block.key_begin + j) / SPAN_KEYS * SPAN_COUNTERS,
                                                         uint32_t(block.start_q + r), head_index);
       }
     });
@@ -54,15 +54,15 @@ class DropoutMask {
 
  private:
   static constexpr int ROUNDS = 7;          // dropout.ROUNDS: the fewest that pass BigCrush
-  static constexpr int64_t WORD_KEYS = 64;  // keys whose bits are one word: dropout.SPAN
-  static constexpr int WORD_COUNTERS = 8;   // counters of these keys: dropout.LANES
+  static constexpr int64_t SPAN_KEYS = 64;  // keys whose bits are one word, as in dropout.py
+  static constexpr int SPAN_COUNTERS = 8;   // counters of these keys, as in dropout.py
   const Params& params;
   const int64_t max_rows;  // of a block
-  // [tiles, max_rows, BLOCK_K / WORD_KEYS], one bit per key: 1 where its weight is dropped
+  // [tiles, max_rows, BLOCK_K / SPAN_KEYS], one bit per key: 1 where its weight is dropped
   Buffer<uint64_t> dropped_bits;
 
   int64_t word_index(int64_t r, int64_t j) const {
-    return (j / BLOCK_K * max_rows + r) * (BLOCK_K / WORD_KEYS) + j % BLOCK_K / WORD_KEYS;
+    return (j / BLOCK_K * max_rows + r) * (BLOCK_K / SPAN_KEYS) + j % BLOCK_K / SPAN_KEYS;
   }
 
   // Philox-4x32-7, with its standard constants, of W / 2 counters (first_counter + lane, row,
@@ -81,8 +81,8 @@ class DropoutMask {
     words[0] = a, words[1] = b, words[2] = c, words[3] = d;
   }
 
-  // The dropout bits of WORD_KEYS keys: a bit is 1 where the key's 16-bit random number is below
-  // drop_below. The WORD_COUNTERS counters from first_counter on give 8 numbers each.
+  // The dropout bits of SPAN_KEYS keys: a bit is 1 where the key's 16-bit random number is below
+  // drop_below. The SPAN_COUNTERS counters from first_counter on give 8 numbers each.
 #if defined(__AVX512BW__)
   uint64_t dropped_word(uint64_t first_counter, uint32_t row, uint32_t head_index) const {
     // The permutation counts in 16-bit elements. Elements 4 l and 4 l + 1 of words[i] are the lower
@@ -91,7 +91,7 @@ class DropoutMask {
     // lane l (dropout.py).
     alignas(64) static constexpr uint16_t order[32] = {0,  4,  8,  12, 16, 20, 24, 28, 1,  5,  9,  13, 17, 21, 25, 29,
                                                        32, 36, 40, 44, 48, 52, 56, 60, 33, 37, 41, 45, 49, 53, 57, 61};
-    static_assert(W / 2 == WORD_COUNTERS, "one call of philox() gives all numbers of a word");
+    static_assert(W / 2 == SPAN_COUNTERS, "one call of philox() gives all numbers of a word");
     vuint64 words[4];
     philox(first_counter, row, head_index, words);
     // drop_below may be 2^16, which 16 bits do not hold; drop_below - 1 fits.
@@ -103,7 +103,7 @@ class DropoutMask {
 #else
   uint64_t dropped_word(uint64_t first_counter, uint32_t row, uint32_t head_index) const {
     uint64_t found = 0;
-    for (int lane = 0; lane < WORD_COUNTERS; lane += W / 2) {
+    for (int lane = 0; lane < SPAN_COUNTERS; lane += W / 2) {
       vuint64 words[4], dropped = vuint64{};
       philox(first_counter + lane, row, head_index, words);
       unroll<8>([&](int n) {

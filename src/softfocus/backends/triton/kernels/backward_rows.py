@@ -45,16 +45,17 @@ def active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT: tl.constexpr):
 
 
 @triton.jit
-def laser_grad_exp_out(grad_out, outputs, inputs, b, h, q_offsets, active, blocks):
+def laser_grad_exp_out(grad_out, outputs, inputs, b, h, q_offsets, active, tiling):
     """LASER's dL/d(A e^V) [BLOCK_Q, BLOCK_DV] in the dtype of the products, 0 in rows that are not
     active; and delta [BLOCK_Q].
 
     delta is computed from the rounded gradient. Where one key dominates a row, dL/dA - delta is
     smaller than this rounding, and the rounding cancels.
     """
-    # grad_tile, exp_out = A e^V, mask, grad_exp_out [BLOCK_Q, BLOCK_DV]
-    grad_tile = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks)
-    exp_out = loading.load_like_out(outputs.residual, inputs, b, h, q_offsets, blocks)
+    # grad_tile, exp_out, mask, grad_exp_out [BLOCK_Q, BLOCK_DV]. exp_out is A e^V, except in marked
+    # rows, which are not active here
+    grad_tile = loading.load_like_out(grad_out, inputs, b, h, q_offsets, tiling)
+    exp_out = loading.load_like_out(outputs.out_extra, inputs, b, h, q_offsets, tiling)
     # exp_out is stored as 1 in rows without weight, so that grad_exp_out is finite there. Their
     # weights of 0 remove it again. NaN outputs fail exp_out > 0 and pass no gradient
     mask = (exp_out > 0.0) & active[:, None]
@@ -63,20 +64,21 @@ def laser_grad_exp_out(grad_out, outputs, inputs, b, h, q_offsets, active, block
 
 
 @triton.jit
-def load_delta(grad_out, outputs, inputs, algebra, b, h, q_offsets, blocks):
+def load_delta(grad_out, outputs, inputs, algebra, b, h, q_offsets, tiling):
     """delta [BLOCK_Q], from grad_out and out.
 
     For LASER's marked rows it is the sum of grad_out: out is a logsumexp, whose terms' shares sum
     to one in each column.
     """
-    # grad_tile, out_tile, steps [BLOCK_Q, BLOCK_DV]
-    grad_tile = loading.load_like_out(grad_out, inputs, b, h, q_offsets, blocks).to(tl.float32)
-    out_tile = loading.load_like_out(outputs.out, inputs, b, h, q_offsets, blocks).to(tl.float32)
+    # grad_tile, out_tile, rounding_steps [BLOCK_Q, BLOCK_DV]; rounding_steps are the rounding error
+    # of out (``weighting.rounding_steps``)
+    grad_tile = loading.load_like_out(grad_out, inputs, b, h, q_offsets, tiling).to(tl.float32)
+    out_tile = loading.load_like_out(outputs.out, inputs, b, h, q_offsets, tiling).to(tl.float32)
     if algebra.laser:
         return tl.sum(tl.where(out_tile == out_tile, grad_tile, 0.0), 1)
-    if outputs.residual is not None:
-        steps = loading.load_like_out(outputs.residual, inputs, b, h, q_offsets, blocks).to(tl.float32)
-        out_tile += steps * weighting.rounding_step(out_tile, algebra)
+    if outputs.out_extra is not None:
+        rounding_steps = loading.load_like_out(outputs.out_extra, inputs, b, h, q_offsets, tiling).to(tl.float32)
+        out_tile += rounding_steps * weighting.rounding_step(out_tile, algebra)
     return tl.sum(grad_tile * out_tile, 1)
 
 

@@ -18,7 +18,7 @@ from softfocus.backends.triton.kernels import (
 @triton.jit
 def bias_gradients(
     inputs, algebra, masks, incoming_grad, outputs, row_vectors, grad_bias, heads, ALL_BATCH: tl.constexpr,
-    ALL_HEADS: tl.constexpr, ALL_ROWS: tl.constexpr, ALL_KEYS: tl.constexpr, EXACT: tl.constexpr, blocks,
+    ALL_HEADS: tl.constexpr, ALL_ROWS: tl.constexpr, ALL_KEYS: tl.constexpr, EXACT: tl.constexpr, tiling,
 ):  # fmt: skip
     """Stores grad_bias. A program has a tile of the bias, and sums in a fixed order over all
     positions that the tile is broadcast to.
@@ -28,11 +28,11 @@ def bias_gradients(
     """
     key_blocks = 1
     if not ALL_KEYS:
-        key_blocks = masking.ceil_div(inputs.key_length, blocks.BLOCK_K)
+        key_blocks = masking.ceil_div(inputs.key_length, tiling.BLOCK_K)
     # Both block indices share the grid's first dimension, since CUDA limits the others to 65535
     bias_q_block, bias_k_block = tl.program_id(0) // key_blocks, tl.program_id(0) % key_blocks
-    q_range, k_range = tl.arange(0, blocks.BLOCK_Q), tl.arange(0, blocks.BLOCK_K)
-    total = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_K], tl.float32)
+    q_range, k_range = tl.arange(0, tiling.BLOCK_Q), tl.arange(0, tiling.BLOCK_K)
+    total = tl.zeros([tiling.BLOCK_Q, tiling.BLOCK_K], tl.float32)
     bias_b, bias_h = tl.program_id(1) // heads, tl.program_id(1) % heads
     first_b, stop_b = bias_b, bias_b + 1
     # x * 0 is 0 as a tensor, so that the loops' bounds have one type in all cases
@@ -43,16 +43,16 @@ def bias_gradients(
         first_h, stop_h = bias_h * 0, bias_h * 0 + inputs.heads
     first_q_block, stop_q_block = bias_q_block, bias_q_block + 1
     if ALL_ROWS:  # bias_q_block is 0
-        stop_q_block = first_q_block + masking.ceil_div(inputs.query_length, blocks.BLOCK_Q)
+        stop_q_block = first_q_block + masking.ceil_div(inputs.query_length, tiling.BLOCK_Q)
     for b in range(first_b, stop_b):
         for h in range(first_h, stop_h):
             for q_block in range(first_q_block, stop_q_block):
-                q_offsets = q_block * blocks.BLOCK_Q + q_range  # [BLOCK_Q]
+                q_offsets = q_block * tiling.BLOCK_Q + q_range  # [BLOCK_Q]
                 active = backward_rows.active_rows(outputs, inputs, algebra, b, h, q_offsets, EXACT)  # [BLOCK_Q]
-                query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
+                query = loading.load_queries(inputs, b, h, q_offsets, tiling)  # [BLOCK_Q, BLOCK_D]
                 # [BLOCK_Q, BLOCK_DV]: the gradient of the weighted sum, dL/d(A V) or LASER's
-                # dL/d(A e^V). EXACT does not use it
-                grad_acc = loading.load_like_out(incoming_grad, inputs, b, h, q_offsets, blocks)
+                # dL/d(A e^V), not used by EXACT
+                incoming_tile = loading.load_like_out(incoming_grad, inputs, b, h, q_offsets, tiling)
                 # mean_grad, row_bias, the fields of row, count, scale, query_rnorm and
                 # product_scale [BLOCK_Q]; the fields of exact [BLOCK_Q, 1]. The row vector
                 # PRODUCT_SCALE is not used: query_operand scales the queries here and returns the
@@ -67,7 +67,7 @@ def bias_gradients(
                     exact = laser.expanded(exact, KEY_AXIS=1)
                 query_rnorm = scoring.load_query_rnorm(inputs, algebra, b, h, q_offsets)
                 query, product_scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
-                start, _full_start, _full_stop, stop = masking.key_tile_range(masks, inputs, blocks, b, q_block)
+                start, _full_start, _full_stop, stop = masking.key_tile_range(masks, inputs, tiling, b, q_block)
                 if EXACT:
                     stop = tl.where(tl.max(active.to(tl.int32)) > 0, stop, start)
                 if not ALL_KEYS:  # with ALL_KEYS all tiles, else only this program's tile
@@ -75,44 +75,48 @@ def bias_gradients(
                     stop = tl.minimum(stop, bias_k_block + 1)
                 # It reads no lists of tiles: under a mask it visits all tiles of the window
                 for k_block in range(start, stop):
-                    k_offsets = k_block * blocks.BLOCK_K + k_range  # [BLOCK_K]
+                    k_offsets = k_block * tiling.BLOCK_K + k_range  # [BLOCK_K]
                     # key [BLOCK_K, BLOCK_D], key_rnorm [BLOCK_K], value [BLOCK_K, BLOCK_DV]
                     key, key_rnorm = scoring.load_score_keys(
-                        inputs, algebra, b, h, k_offsets, IS_PARTIAL=True, blocks=blocks
+                        inputs, algebra, b, h, k_offsets, IS_PARTIAL=True, tiling=tiling
                     )
-                    # s, visible, grad_weights, grad_u, derivative [BLOCK_Q, BLOCK_K]
+                    # s, visible, grad_weights, derivative and grad_phi, which is as in
+                    # query_gradients: [BLOCK_Q, BLOCK_K]
                     s, visible, _scaled_dots = scoring.tile_scores(
-                        products.dot(query, tl.trans(key), blocks), inputs, algebra, masks, b, h, q_offsets[:, None],
+                        products.dot(query, tl.trans(key), tiling), inputs, algebra, masks, b, h, q_offsets[:, None],
                         k_offsets[None, :], product_scale[:, None], key_rnorm[None, :], row_bias[:, None],
                         IS_PARTIAL=True,
                     )  # fmt: skip
                     if EXACT:
                         log_weights, _log_u = laser.log_weights(s, exact, inputs, algebra, h)
-                        exact_terms = laser.exact_terms_of(
+                        weighted_grad = laser.weighted_grad_of(
                             log_weights, incoming_grad, outputs, inputs, b, h, q_offsets, active, k_offsets, KEY_AXIS=1
                         )
-                        _grad_log_numerator, grad_u, derivative = laser.gradients_of_marked(
-                            s, exact_terms, exact, inputs, algebra, h
+                        _grad_log_numerator, grad_phi, derivative = laser.gradients_of_marked(
+                            s, weighted_grad, exact, inputs, algebra, h
                         )
                     else:
-                        value = loading.load_value_operand(inputs, b, h, k_offsets, IS_PARTIAL=True, blocks=blocks)
-                        grad_weights = products.dot(grad_acc, tl.trans(value), blocks)  # [BLOCK_Q, BLOCK_K]
+                        value = loading.load_value_operand(inputs, b, h, k_offsets, IS_PARTIAL=True, tiling=tiling)
+                        grad_weights = products.dot(incoming_tile, tl.trans(value), tiling)  # [BLOCK_Q, BLOCK_K]
                         if inputs.seed is not None:
                             kept = dropout.kept(  # [BLOCK_Q, BLOCK_K]
-                                inputs, b, h, q_offsets, k_block * blocks.BLOCK_K, blocks.BLOCK_K, KEY_AXIS=1
+                                inputs, b, h, q_offsets, k_block * tiling.BLOCK_K, tiling.BLOCK_K, KEY_AXIS=1
                             )
                             grad_weights = tl.where(kept, grad_weights * inputs.keep_scale, 0.0)
-                        _weights, grad_u, derivative, _u = weighting.weights_and_gradients(
+                        _weights, grad_phi, derivative, _u = weighting.weights_and_gradients(
                             s, grad_weights, weighting.expanded(row, KEY_AXIS=1), inputs, algebra, h
                         )
                     # row.grad_factor is divided by the score unit; dL/d(bias) is not
                     total += tl.where(
                         visible & active[:, None],
-                        (grad_u - mean_grad[:, None]) * derivative * row.grad_factor[:, None] * algebra.phi.score_unit,
+                        (grad_phi - mean_grad[:, None])
+                        * derivative
+                        * row.grad_factor[:, None]
+                        * algebra.phi.score_unit,
                         0.0,
                     )
-    q_offsets = bias_q_block * blocks.BLOCK_Q + q_range
-    k_offsets = bias_k_block * blocks.BLOCK_K + k_range
+    q_offsets = bias_q_block * tiling.BLOCK_Q + q_range
+    k_offsets = bias_k_block * tiling.BLOCK_K + k_range
     matrix = loading.head_pointer(grad_bias, bias_b, bias_h)
     if not (ALL_ROWS or ALL_KEYS):
         q_offsets = q_offsets.to(tl.int64)  # the bias of one head may have more than 2^31 elements

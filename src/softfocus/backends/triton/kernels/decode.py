@@ -14,9 +14,9 @@ u^p from ``weights``), which the product with the values loads. An access takes 
 while a key has hundreds of bytes. ``tl.debug_barrier`` is the barrier between the threads' stores
 and the loads that follow.
 
-There are H / Hk Lq rows. ROWS_STORED is that number, rounded up to a power of two. Helpers take
-ROWS: ROWS_STORED or BLOCK_Q, which is ROWS_STORED, but at least 16. For a single row it is 1 in
-float32, without tensor cores, and in ``weights``, where few values have weight.
+There are (H / Hk) · Lq rows. ROWS_STORED is that number, rounded up to a power of two. Helpers take
+ROWS, which is ROWS_STORED or BLOCK_Q. BLOCK_Q is ROWS_STORED, but at least 16. For a single row
+BLOCK_Q is 1 in float32, without tensor cores, and in ``weights``, where few values have weight.
 """
 
 import triton
@@ -28,7 +28,7 @@ from softfocus.backends.triton.kernels.pointwise import LOG2E, row_shift
 STATS = tl.constexpr(4)
 """The number of vectors [ROWS_STORED] that each split stores."""
 STAT_MAX, STAT_F_SUM, STAT_POWER_SUM, STAT_MARK = (tl.constexpr(n) for n in range(4))
-"""Indices of these vectors: largest score, sum of f (``Phi.value``), sum u^p, and LASER's marks."""
+"""Indices of these vectors: largest score, sum of f (``Phi.f``), sum u^p, and LASER's marks."""
 SCORES_AT_ONCE = tl.constexpr(512)
 """Scores that a program turns into weights at once: four per thread of 128. It must be at least the
 number of threads. Otherwise several threads hold the same score, and one may store its result over
@@ -55,7 +55,7 @@ def _query_rows(inputs, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _split_tiles(inputs, masks, b, blocks):
+def _split_tiles(inputs, masks, b, tiling):
     """The tiles of keys of this program's split: the first, and the one after the last."""
     length, offset = loading.sequence_length(inputs, b), masking.query_offset(inputs, masks, b)
     last_query = inputs.query_length - 1
@@ -64,8 +64,8 @@ def _split_tiles(inputs, masks, b, blocks):
         first_key = tl.minimum(tl.maximum(offset - masks.left, 0), length)
     if masks.has_right:
         end_key = tl.maximum(tl.minimum(last_query + offset + masks.right + 1, length), first_key)
-    first_tile = first_key // blocks.BLOCK_K
-    tiles = masking.ceil_div(end_key, blocks.BLOCK_K) - first_tile
+    first_tile = first_key // tiling.BLOCK_K
+    tiles = masking.ceil_div(end_key, tiling.BLOCK_K) - first_tile
     tiles_per_split = masking.ceil_div(tiles, tl.num_programs(0))
     tiles_before = tl.minimum(tl.program_id(0) * tiles_per_split, tiles)  # those of earlier splits
     return first_tile + tiles_before, first_tile + tl.minimum(tiles_before + tiles_per_split, tiles)
@@ -74,19 +74,20 @@ def _split_tiles(inputs, masks, b, blocks):
 @triton.jit
 def _stat_pointer(split_stats, INDEX: tl.constexpr, splits, split, ROWS_STORED: tl.constexpr):
     """Pointer to the vector INDEX of a split in [B Hk, splits, STATS, ROWS_STORED]."""
-    program = tl.full([], 0, tl.int64) + tl.program_id(1)
-    return split_stats + ((program * splits + split) * STATS + INDEX) * ROWS_STORED
+    key_head_index = tl.full([], 0, tl.int64) + tl.program_id(1)  # of all B Hk
+    return split_stats + ((key_head_index * splits + split) * STATS + INDEX) * ROWS_STORED
 
 
 @triton.jit
-def _acc_pointers(split_accs, splits, split, ROWS_STORED: tl.constexpr, ROWS: tl.constexpr, blocks):
+def _acc_pointers(split_accs, splits, split, ROWS_STORED: tl.constexpr, ROWS: tl.constexpr, tiling):
     """Pointers [ROWS, BLOCK_DV] to the weighted values of a split in [B Hk, splits, ROWS_STORED,
     BLOCK_DV], and which of the ROWS are stored, [ROWS, 1].
     """
-    program = tl.full([], 0, tl.int64) + tl.program_id(1)
+    key_head_index = tl.full([], 0, tl.int64) + tl.program_id(1)  # of all B Hk
     rows = tl.arange(0, ROWS)[:, None]
-    pointers = rows * blocks.BLOCK_DV + tl.arange(0, blocks.BLOCK_DV)[None, :]
-    return split_accs + (program * splits + split) * (ROWS_STORED * blocks.BLOCK_DV) + pointers, rows < ROWS_STORED
+    pointers = rows * tiling.BLOCK_DV + tl.arange(0, tiling.BLOCK_DV)[None, :]
+    first = (key_head_index * splits + split) * (ROWS_STORED * tiling.BLOCK_DV)
+    return split_accs + first + pointers, rows < ROWS_STORED
 
 
 @triton.jit
@@ -94,18 +95,16 @@ def _score_pointers(scores, inputs, k_offsets, end_key, ROWS: tl.constexpr):
     """Pointers [ROWS, keys] to scores in [B Hk, rows, Lk], and which of them exist and are before
     ``end_key``.
     """
-    program = tl.full([], 0, tl.int64) + tl.program_id(1)
+    key_head_index = tl.full([], 0, tl.int64) + tl.program_id(1)  # of all B Hk
     row_count = inputs.group * inputs.query_length
     rows = tl.arange(0, ROWS)[:, None]
     mask = (rows < row_count) & (k_offsets[None, :] < tl.minimum(end_key, inputs.key_length))
-    return scores + (program * row_count + rows) * inputs.key_length + k_offsets[None, :], mask
+    return scores + (key_head_index * row_count + rows) * inputs.key_length + k_offsets[None, :], mask
 
 
 @triton.jit
 def _initial_statistics(ROWS_STORED: tl.constexpr):
-    """The statistics of rows before the first tile: row_max, smallest_scaled_dot, shift, f_sum,
-    each [ROWS_STORED].
-    """
+    """row_max, smallest_scaled_dot, shift, f_sum before the first tile, each [ROWS_STORED]."""
     zeros = tl.zeros([ROWS_STORED], tl.float32)
     return zeros - float("inf"), zeros, zeros, zeros
 
@@ -134,15 +133,15 @@ def _merged_statistics(algebra, split_stats, splits, ROWS_STORED: tl.constexpr):
 
 @triton.jit
 def statistics(
-    inputs, algebra, masks, split_stats, split_accs, scores, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks
+    inputs, algebra, masks, split_stats, split_accs, scores, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, tiling
 ):
     """The first kernel: stores a split's STAT_MAX and STAT_F_SUM. If rows are re-weighted it also
     stores the split's scores, otherwise the weighted values and LASER's marks.
     """
     splits, split = tl.num_programs(0), tl.program_id(0)
     b, h, row_heads, q_offsets = _query_rows(inputs, ROWS_STORED)
-    first_tile, stop_tile = _split_tiles(inputs, masks, b, blocks)
-    _store_products(inputs, algebra, b, h, scores, first_tile, stop_tile, STAGES, blocks)
+    first_tile, stop_tile = _split_tiles(inputs, masks, b, tiling)
+    _store_products(inputs, algebra, b, h, scores, first_tile, stop_tile, STAGES, tiling)
     tl.debug_barrier()
     # row_heads, q_offsets, count, scale, row_bias, query_rnorm and the statistics [ROWS_STORED]
     count = masking.visible_count(masks, inputs, b, row_heads, q_offsets)
@@ -153,8 +152,8 @@ def statistics(
         scale = scale * norms.mantissa_of(query_rnorm)
     row_max, smallest_scaled_dot, shift, f_sum = _initial_statistics(ROWS_STORED)
     f_sum_error = f_sum  # 0: what additions to f_sum have rounded off so far (``forward.two_sum``)
-    end_key = stop_tile * blocks.BLOCK_K
-    for first_key in range(first_tile * blocks.BLOCK_K, end_key, SCORES_AT_ONCE // ROWS_STORED):
+    end_key = stop_tile * tiling.BLOCK_K
+    for first_key in range(first_tile * tiling.BLOCK_K, end_key, SCORES_AT_ONCE // ROWS_STORED):
         k_offsets = first_key + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
         pointers, mask = _score_pointers(scores, inputs, k_offsets, end_key, ROWS_STORED)
         # pointers, mask, dots, s, scaled_dots [ROWS_STORED, SCORES_AT_ONCE / ROWS_STORED]
@@ -176,37 +175,37 @@ def statistics(
     tl.store(f_sum_pointers, forward.nan_if_infinite(f_sum, row_max, smallest_scaled_dot))
     if not algebra.reweighted:
         tl.debug_barrier()
-        for first_key in range(first_tile * blocks.BLOCK_K, end_key, SCORES_AT_ONCE // ROWS_STORED):
+        for first_key in range(first_tile * tiling.BLOCK_K, end_key, SCORES_AT_ONCE // ROWS_STORED):
             k_offsets = first_key + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
             pointers, mask = _score_pointers(scores, inputs, k_offsets, end_key, ROWS_STORED)
             s = tl.load(pointers, mask=mask, other=float("-inf"))  # [ROWS_STORED, SCORES_AT_ONCE / ROWS_STORED]
-            tl.store(pointers, algebra.phi.value(s, shift[:, None], algebra), mask=mask)
+            tl.store(pointers, algebra.phi.f(s, shift[:, None], algebra), mask=mask)
         tl.debug_barrier()
         _sum_values(
             inputs, algebra, masks, b, h, split_stats, split_accs, scores, first_tile, stop_tile, ROWS_STORED, STAGES,
-            blocks,
+            tiling,
         )  # fmt: skip
 
 
 @triton.jit
 def weights(
-    inputs, algebra, masks, split_stats, split_accs, scores, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, blocks
+    inputs, algebra, masks, split_stats, split_accs, scores, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, tiling
 ):
     """The second kernel, for re-weighted rows alone. It replaces scores by the numerators u^p, and
     stores STAT_POWER_SUM, STAT_MARK and the weighted values of a split.
     """
     splits, split = tl.num_programs(0), tl.program_id(0)
     b, h, row_heads, q_offsets = _query_rows(inputs, ROWS_STORED)
-    first_tile, stop_tile = _split_tiles(inputs, masks, b, blocks)
+    first_tile, stop_tile = _split_tiles(inputs, masks, b, tiling)
     # row_heads, q_offsets, and all vectors from count to power_sum [ROWS_STORED]
     count = masking.visible_count(masks, inputs, b, row_heads, q_offsets)
     row_max, shift, f_sum = _merged_statistics(algebra, split_stats, splits, ROWS_STORED)
-    largest_f = algebra.phi.value(row_max, shift, algebra)
+    largest_f = algebra.phi.f(row_max, shift, algebra)
     threshold, inverse_spread, tied, _peak = weighting.row_threshold(algebra, count, f_sum, largest_f)
     negligible = _negligible(inputs, algebra, count, tied, row_heads)
     power_sum = tl.zeros([ROWS_STORED], tl.float32)
-    end_key = stop_tile * blocks.BLOCK_K
-    for first_key in range(first_tile * blocks.BLOCK_K, end_key, SCORES_AT_ONCE // ROWS_STORED):
+    end_key = stop_tile * tiling.BLOCK_K
+    for first_key in range(first_tile * tiling.BLOCK_K, end_key, SCORES_AT_ONCE // ROWS_STORED):
         k_offsets = first_key + tl.arange(0, SCORES_AT_ONCE // ROWS_STORED)
         pointers, mask = _score_pointers(scores, inputs, k_offsets, end_key, ROWS_STORED)
         # pointers, mask, s, numerator [ROWS_STORED, SCORES_AT_ONCE / ROWS_STORED]
@@ -222,12 +221,12 @@ def weights(
     tl.debug_barrier()
     _sum_values(
         inputs, algebra, masks, b, h, split_stats, split_accs, scores, first_tile, stop_tile, ROWS_STORED, STAGES,
-        blocks,
+        tiling,
     )  # fmt: skip
 
 
 @triton.jit
-def _store_products(inputs, algebra, b, h, scores, first_tile, stop_tile, STAGES: tl.constexpr, blocks):
+def _store_products(inputs, algebra, b, h, scores, first_tile, stop_tile, STAGES: tl.constexpr, tiling):
     """Stores the dot products of a split's tiles in ``scores``: q k, or with cosine q k / |k|,
     where the query is scaled by a power of two.
 
@@ -236,8 +235,8 @@ def _store_products(inputs, algebra, b, h, scores, first_tile, stop_tile, STAGES
     (CAREFUL).
     """
     # row_heads, q_offsets, query_rnorm [BLOCK_Q]; pointers, mask, query [BLOCK_Q, BLOCK_D]
-    _b, _h, row_heads, q_offsets = _query_rows(inputs, blocks.BLOCK_Q)
-    d_offsets = tl.arange(0, blocks.BLOCK_D)
+    _b, _h, row_heads, q_offsets = _query_rows(inputs, tiling.BLOCK_Q)
+    d_offsets = tl.arange(0, tiling.BLOCK_D)
     pointers = (
         loading.head_pointer(inputs.query, b, row_heads)[:, None]
         + q_offsets[:, None] * inputs.query.stride_l
@@ -248,7 +247,7 @@ def _store_products(inputs, algebra, b, h, scores, first_tile, stop_tile, STAGES
     if algebra.cosine:
         query_rnorm = loading.load_column(inputs.query_rnorm, b, row_heads, q_offsets, inputs.query_length)
         query, _mantissa = norms.scaled_operand(query, query_rnorm)
-    imprecise = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_K], tl.int32)
+    imprecise = tl.zeros([tiling.BLOCK_Q, tiling.BLOCK_K], tl.int32)
     for CAREFUL in tl.static_range(2 if algebra.cosine else 1):
         stop_of_sweep = stop_tile
         if CAREFUL:  # between the sweeps; this code always runs
@@ -258,9 +257,9 @@ def _store_products(inputs, algebra, b, h, scores, first_tile, stop_tile, STAGES
         for n in tl.range(first_tile, stop_of_sweep, num_stages=1 if CAREFUL else STAGES):
             # k_offsets, key_rnorm, precise [BLOCK_K]; key [BLOCK_K, BLOCK_D]; dots, not_zero,
             # score_pointers, score_mask [BLOCK_Q, BLOCK_K]
-            k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)
-            key = loading.load_keys(inputs, b, h, k_offsets, IS_PARTIAL=True, blocks=blocks)
-            dots = products.dot(query, tl.trans(key), blocks)
+            k_offsets = n * tiling.BLOCK_K + tl.arange(0, tiling.BLOCK_K)
+            key = loading.load_keys(inputs, b, h, k_offsets, IS_PARTIAL=True, tiling=tiling)
+            dots = products.dot(query, tl.trans(key), tiling)
             if algebra.cosine:
                 if CAREFUL:
                     key_rnorm = norms.reciprocal_norm(key.to(tl.float32))
@@ -272,7 +271,7 @@ def _store_products(inputs, algebra, b, h, scores, first_tile, stop_tile, STAGES
                     imprecise = imprecise | ((precise == 0)[None, :] & not_zero).to(tl.int32)
                 dots = dots * key_rnorm[None, :]
             score_pointers, score_mask = _score_pointers(
-                scores, inputs, k_offsets, stop_tile * blocks.BLOCK_K, blocks.BLOCK_Q
+                scores, inputs, k_offsets, stop_tile * tiling.BLOCK_K, tiling.BLOCK_Q
             )
             tl.store(score_pointers, dots, mask=score_mask)
 
@@ -280,7 +279,7 @@ def _store_products(inputs, algebra, b, h, scores, first_tile, stop_tile, STAGES
 @triton.jit
 def _sum_values(
     inputs, algebra, masks, b, h, split_stats, split_accs, scores, first_tile, stop_tile, ROWS_STORED: tl.constexpr,
-    STAGES: tl.constexpr, blocks
+    STAGES: tl.constexpr, tiling
 ):  # fmt: skip
     """Stores the weighted values of a split (the sum of weights times values), and LASER's marks.
 
@@ -288,21 +287,21 @@ def _sum_values(
     value is checked (CAREFUL).
     """
     splits, split = tl.num_programs(0), tl.program_id(0)
-    _b, _h, row_heads, q_offsets = _query_rows(inputs, blocks.BLOCK_Q)  # row_heads, q_offsets [BLOCK_Q]
-    dv_offsets = tl.arange(0, blocks.BLOCK_DV)
-    acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
-    needs_exact = tl.zeros([blocks.BLOCK_Q], tl.float32) > 0.0
+    _b, _h, row_heads, q_offsets = _query_rows(inputs, tiling.BLOCK_Q)  # row_heads, q_offsets [BLOCK_Q]
+    dv_offsets = tl.arange(0, tiling.BLOCK_DV)
+    acc = tl.zeros([tiling.BLOCK_Q, tiling.BLOCK_DV], tl.float32)
+    needs_exact = tl.zeros([tiling.BLOCK_Q], tl.float32) > 0.0
     # It stays 0: only full tiles set it, and every tile counts as partial here
-    has_large_value = tl.zeros([blocks.BLOCK_K], tl.float32)
+    has_large_value = tl.zeros([tiling.BLOCK_K], tl.float32)
     # For a single row: weights times values, summed over the keys at the end
-    product_sums = tl.zeros([blocks.BLOCK_K, blocks.BLOCK_DV], tl.float32)
+    product_sums = tl.zeros([tiling.BLOCK_K, tiling.BLOCK_DV], tl.float32)
     # For LASER, the largest |v| so far. The split is summed again if any |v| exceeds LARGE_VALUE.
     # Absolute values, because v = -inf gives e^v = 0 and leaves no trace in the sums
-    largest_value = tl.zeros([blocks.BLOCK_K], tl.float32)
+    largest_value = tl.zeros([tiling.BLOCK_K], tl.float32)
     for CAREFUL in tl.static_range(2):
         stop_of_sweep = stop_tile
         if CAREFUL:  # between the sweeps; this code always runs, as in ``_store_products``
-            if blocks.BLOCK_Q == 1:
+            if tiling.BLOCK_Q == 1:
                 acc = tl.sum(product_sums, 0)[None, :]
             sum_again = tl.sum(acc - acc) != 0.0  # true for NaN
             if algebra.laser:
@@ -312,8 +311,8 @@ def _sum_values(
         for n in tl.range(first_tile, stop_of_sweep, num_stages=1 if CAREFUL else STAGES):
             # k_offsets, live [BLOCK_K]; pointers, mask, numerator [BLOCK_Q, BLOCK_K];
             # value_pointers, value [BLOCK_K, BLOCK_DV]
-            k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)
-            pointers, mask = _score_pointers(scores, inputs, k_offsets, stop_tile * blocks.BLOCK_K, blocks.BLOCK_Q)
+            k_offsets = n * tiling.BLOCK_K + tl.arange(0, tiling.BLOCK_K)
+            pointers, mask = _score_pointers(scores, inputs, k_offsets, stop_tile * tiling.BLOCK_K, tiling.BLOCK_Q)
             numerator = tl.load(pointers, mask=mask, other=0.0)  # f or u^p
             if algebra.reweighted:
                 live = tl.max((numerator != 0.0).to(tl.int32), 0) > 0  # some row gives the key weight
@@ -323,27 +322,27 @@ def _sum_values(
                 value = tl.load(value_pointers, mask=value_mask, other=0.0)
             else:
                 # The values themselves: in decoding LASER's e^V is computed below
-                value = loading.load_value_operand(inputs, b, h, k_offsets, IS_PARTIAL=True, blocks=blocks)
+                value = loading.load_value_operand(inputs, b, h, k_offsets, IS_PARTIAL=True, tiling=tiling)
             if CAREFUL:
                 value, acc, needs_exact, has_large_value = forward.value_operand_and_checks(
                     value, acc, needs_exact, has_large_value, inputs, algebra, masks, b, h, row_heads, q_offsets,
-                    k_offsets, IS_PARTIAL=True, blocks=blocks, numerator=numerator if algebra.reweighted else None,
+                    k_offsets, IS_PARTIAL=True, tiling=tiling, numerator=numerator if algebra.reweighted else None,
                 )  # fmt: skip
             elif algebra.laser:
                 x = value.to(tl.float32)
                 largest_value = tl.maximum(largest_value, tl.max(tl.abs(x), 1))
                 value = laser.exponential_operand(tl.exp2(x * LOG2E), value.dtype)
             # acc [BLOCK_Q, BLOCK_DV], product_sums [BLOCK_K, BLOCK_DV]
-            if blocks.BLOCK_Q > 1:
-                acc += products.dot_weights(numerator, value, algebra, blocks)
+            if tiling.BLOCK_Q > 1:
+                acc += products.dot_weights(numerator, value, algebra, tiling)
             elif CAREFUL:  # a single row is multiplied in float32; its weights are not rounded
-                acc += products.dot(numerator, value, blocks)
+                acc += products.dot(numerator, value, tiling)
             else:
                 product_sums += tl.trans(numerator) * value.to(tl.float32)
-    rows = tl.arange(0, blocks.BLOCK_Q)
+    rows = tl.arange(0, tiling.BLOCK_Q)
     pointers = _stat_pointer(split_stats, STAT_MARK, splits, split, ROWS_STORED) + rows
     tl.store(pointers, needs_exact.to(tl.float32), mask=rows < ROWS_STORED)
-    pointers, mask = _acc_pointers(split_accs, splits, split, ROWS_STORED, blocks.BLOCK_Q, blocks)
+    pointers, mask = _acc_pointers(split_accs, splits, split, ROWS_STORED, tiling.BLOCK_Q, tiling)
     tl.store(pointers, acc, mask=mask)
 
 
@@ -365,7 +364,7 @@ def _negligible(inputs, algebra, count, tied, row_heads):
 
 
 @triton.jit
-def combine(inputs, algebra, masks, split_stats, split_accs, splits, outputs, ROWS_STORED: tl.constexpr, blocks):
+def combine(inputs, algebra, masks, split_stats, split_accs, splits, outputs, ROWS_STORED: tl.constexpr, tiling):
     """Stores the forward's outputs. Sums are added in the order of the splits."""
     # All vectors of this kernel are [ROWS_STORED]
     b, _h, row_heads, q_offsets = _query_rows(inputs, ROWS_STORED)
@@ -373,10 +372,10 @@ def combine(inputs, algebra, masks, split_stats, split_accs, splits, outputs, RO
     row_max, shift, f_sum = _merged_statistics(algebra, split_stats, splits, ROWS_STORED)
     rows = tl.arange(0, ROWS_STORED)
     power_sum = tl.zeros([ROWS_STORED], tl.float32)
-    acc = tl.zeros([ROWS_STORED, blocks.BLOCK_DV], tl.float32)
+    acc = tl.zeros([ROWS_STORED, tiling.BLOCK_DV], tl.float32)
     needs_exact = power_sum > 0.0
     for split in tl.range(splits, loop_unroll_factor=LOADED_AT_ONCE):
-        pointers, _all = _acc_pointers(split_accs, splits, split, ROWS_STORED, ROWS_STORED, blocks)
+        pointers, _all = _acc_pointers(split_accs, splits, split, ROWS_STORED, ROWS_STORED, tiling)
         split_acc = tl.load(pointers)  # [ROWS_STORED, BLOCK_DV]
         if algebra.reweighted:
             power_sum += tl.load(_stat_pointer(split_stats, STAT_POWER_SUM, splits, split, ROWS_STORED) + rows)
@@ -390,11 +389,11 @@ def combine(inputs, algebra, masks, split_stats, split_accs, splits, outputs, RO
         acc += split_acc
     peak = tl.zeros_like(f_sum)
     if algebra.reweighted:
-        largest_f = algebra.phi.value(row_max, shift, algebra)
+        largest_f = algebra.phi.f(row_max, shift, algebra)
         _threshold, _inverse_spread, _tied, peak = weighting.row_threshold(algebra, count, f_sum, largest_f)
     # The forward's has_large_value, of any length. It is 0: every tile counts as partial here
     no_large_value = tl.zeros([16], tl.float32)
     forward.store_results(
         inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, f_sum, power_sum, peak, acc,
-        needs_exact, no_large_value, blocks,
+        needs_exact, no_large_value, tiling,
     )  # fmt: skip

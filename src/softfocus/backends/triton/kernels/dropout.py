@@ -7,9 +7,9 @@ import triton.language as tl
 
 ROUNDS = tl.constexpr(7)
 """As in ``softfocus.dropout``, whose docstring gives the reason."""
-SPAN, LANES = tl.constexpr(64), tl.constexpr(8)
-"""As in ``softfocus.dropout``: SPAN columns (keys) of a row share LANES counters. A counter gives
-four words of 32 bits, which are eight numbers of 16 bits.
+SPAN_KEYS, SPAN_COUNTERS = tl.constexpr(64), tl.constexpr(8)
+"""As in ``softfocus.dropout``: SPAN_KEYS columns (keys) of a row share SPAN_COUNTERS counters. A
+counter gives four words of 32 bits, which are eight numbers of 16 bits.
 """
 
 
@@ -21,48 +21,49 @@ def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, KEY_AXIS: tl.conste
     The keys are the KEYS keys from ``first`` on, and ``first`` is a multiple of KEYS. A counter's
     eight columns lie eight apart, as those of a thread do in a product of tensor cores.
     """
-    SPANS: tl.constexpr = KEYS // SPAN if KEYS > SPAN else 1
-    counters = first // SPAN * LANES + tl.arange(0, SPANS * LANES)  # [SPANS * LANES]
-    heads = tl.zeros_like(counters) + (b * inputs.heads + h)  # [SPANS * LANES]
-    # [1, SPANS * LANES] and [Q, 1], or [SPANS * LANES, 1] and [1, Q]
+    SPANS: tl.constexpr = KEYS // SPAN_KEYS if KEYS > SPAN_KEYS else 1
+    counters = first // SPAN_KEYS * SPAN_COUNTERS + tl.arange(0, SPANS * SPAN_COUNTERS)  # [SPANS * SPAN_COUNTERS]
+    heads = tl.zeros_like(counters) + (b * inputs.heads + h)  # [SPANS * SPAN_COUNTERS]
+    # [1, SPANS * SPAN_COUNTERS] and [Q, 1], or [SPANS * SPAN_COUNTERS, 1] and [1, Q]
     if KEY_AXIS == 1:
         counters, heads, q_offsets = counters[None, :], heads[None, :], q_offsets[:, None]
     else:
         counters, heads, q_offsets = counters[:, None], heads[:, None], q_offsets[None, :]
     # ``Inputs.seed`` is 2^63 + 2 seed + 1, so that Triton compiles one kernel for all seeds
     seed = (inputs.seed >> 1) & 0x3FFFFFFFFFFFFFFF
-    # Words of 32 bits: [Q, SPANS * LANES], or [SPANS * LANES, Q]
+    # Words of 32 bits: [Q, SPANS * SPAN_COUNTERS], or [SPANS * SPAN_COUNTERS, Q]
     w, x, y, z = tl.philox(seed, counters, q_offsets, heads, tl.zeros_like(heads), ROUNDS)
-    if KEYS >= SPAN:
+    if KEYS >= SPAN_KEYS:
         low = tl.join(_kept_of_word(w, inputs.drop_below), _kept_of_word(x, inputs.drop_below))
         high = tl.join(_kept_of_word(y, inputs.drop_below), _kept_of_word(z, inputs.drop_below))
-        # [Q, SPANS * LANES, part, word, pair], or [SPANS * LANES, Q, ...]: each tl.join appends an
-        # axis. A part is the lower or the upper 16 bits, and the pairs of words are (w, x) and
-        # (y, z). The last axes are brought into the order of the columns:
-        # column in tile = span * SPAN + (4 pair + 2 word + part) * LANES + lane
+        # [Q, SPANS * SPAN_COUNTERS, part, word, pair], or [SPANS * SPAN_COUNTERS, Q, ...]: each
+        # tl.join appends an axis. A part is the lower or the upper 16 bits, and the pairs of words
+        # are (w, x) and (y, z). The last axes are brought into the order of the columns:
+        # column in tile = span * SPAN_KEYS + (4 pair + 2 word + part) * SPAN_COUNTERS + lane
         keep = tl.join(low, high)
         if KEY_AXIS == 1:
-            keep = keep.reshape(keep.shape[0], SPANS, LANES, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)
+            keep = keep.reshape(keep.shape[0], SPANS, SPAN_COUNTERS, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)
             keep = keep.reshape(keep.shape[0], KEYS)  # [Q, KEYS]
         else:
-            keep = keep.reshape(SPANS, LANES, keep.shape[1], 2, 2, 2).permute(0, 5, 4, 3, 1, 2)
+            keep = keep.reshape(SPANS, SPAN_COUNTERS, keep.shape[1], 2, 2, 2).permute(0, 5, 4, 3, 1, 2)
             keep = keep.reshape(KEYS, keep.shape[5])  # [KEYS, Q]
-    elif KEYS == SPAN // 2:  # one pair of words
+    elif KEYS == SPAN_KEYS // 2:  # one pair of words
         upper = first // KEYS % 2 == 1
         first_word, second_word = tl.where(upper, y, w), tl.where(upper, z, x)
-        # [Q, LANES, part, word], or [LANES, Q, part, word]:
-        # column in tile = (2 word + part) * LANES + lane
+        # [Q, SPAN_COUNTERS, part, word], or [SPAN_COUNTERS, Q, part, word]:
+        # column in tile = (2 word + part) * SPAN_COUNTERS + lane
         keep = tl.join(_kept_of_word(first_word, inputs.drop_below), _kept_of_word(second_word, inputs.drop_below))
         if KEY_AXIS == 1:
             keep = keep.permute(0, 3, 2, 1).reshape(keep.shape[0], KEYS)
         else:
             keep = keep.permute(3, 2, 0, 1).reshape(KEYS, keep.shape[1])
     else:  # one word
-        tl.static_assert(KEYS == SPAN // 4)
+        tl.static_assert(KEYS == SPAN_KEYS // 4)
         quarter = first // KEYS % 4
         of_first_pair, of_second_pair = tl.where(quarter == 1, x, w), tl.where(quarter == 3, z, y)
         word = tl.where(quarter >= 2, of_second_pair, of_first_pair)
-        # [Q, LANES, part], or [LANES, Q, part]: column in tile = part * LANES + lane
+        # [Q, SPAN_COUNTERS, part], or [SPAN_COUNTERS, Q, part]:
+        # column in tile = part * SPAN_COUNTERS + lane
         keep = _kept_of_word(word, inputs.drop_below)
         if KEY_AXIS == 1:
             keep = keep.permute(0, 2, 1).reshape(keep.shape[0], KEYS)

@@ -10,59 +10,59 @@ from softfocus.backends.triton.kernels.pointwise import LN2, log2, row_shift
 
 
 @triton.jit
-def forward(inputs, algebra, masks, outputs, blocks):
+def forward(inputs, algebra, masks, outputs, tiling):
     """Computes all of ``outputs``, except the rows that it marks for ``laser.exact_forward``. A
     program has BLOCK_Q rows of a head.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: under a causal mask they take longest
     b, h = tl.program_id(1) // inputs.heads, tl.program_id(1) % inputs.heads
-    q_offsets = block * blocks.BLOCK_Q + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
+    q_offsets = block * tiling.BLOCK_Q + tl.arange(0, tiling.BLOCK_Q)  # [BLOCK_Q]
     row_heads = tl.zeros_like(q_offsets) + h
-    query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
+    query = loading.load_queries(inputs, b, h, q_offsets, tiling)  # [BLOCK_Q, BLOCK_D]
     count = masking.visible_count(masks, inputs, b, h, q_offsets)  # [BLOCK_Q], as scale, row_bias and query_rnorm
     scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
     query_rnorm = scoring.load_query_rnorm(inputs, algebra, b, h, q_offsets)
     query, product_scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
-    tile_range = masking.key_tile_range(masks, inputs, blocks, b, block)
+    tile_range = masking.key_tile_range(masks, inputs, tiling, b, block)
 
     # The statistics so far, [BLOCK_Q]
-    row_max = tl.full([blocks.BLOCK_Q], float("-inf"), tl.float32)
-    smallest_scaled_dot = tl.zeros([blocks.BLOCK_Q], tl.float32)
-    shift = tl.zeros([blocks.BLOCK_Q], tl.float32)
-    f_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
-    f_sum_error = tl.zeros([blocks.BLOCK_Q], tl.float32)
-    power_sum = tl.zeros([blocks.BLOCK_Q], tl.float32)
+    row_max = tl.full([tiling.BLOCK_Q], float("-inf"), tl.float32)
+    smallest_scaled_dot = tl.zeros([tiling.BLOCK_Q], tl.float32)
+    shift = tl.zeros([tiling.BLOCK_Q], tl.float32)
+    f_sum = tl.zeros([tiling.BLOCK_Q], tl.float32)
+    f_sum_error = tl.zeros([tiling.BLOCK_Q], tl.float32)
+    power_sum = tl.zeros([tiling.BLOCK_Q], tl.float32)
     # [BLOCK_Q]; not used where rows are not re-weighted, but Triton needs the names
     threshold, inverse_spread, peak = shift, shift, shift
     tied = f_sum > 0.0  # all False
     needs_exact = tied
     # [BLOCK_K], by place in a tile: 1 if some full tile has a large value there. A scalar would
     # need a reduction per tile
-    has_large_value = tl.zeros([blocks.BLOCK_K], tl.float32)
+    has_large_value = tl.zeros([tiling.BLOCK_K], tl.float32)
     # Re-weighted rows have two sweeps: the first computes statistics, the last the weights. Other
     # rows have only the last sweep, which computes both
     for LAST in tl.static_range(0 if algebra.reweighted else 1, 2):
         if LAST:
-            acc = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
+            acc = tl.zeros([tiling.BLOCK_Q, tiling.BLOCK_DV], tl.float32)
         if algebra.reweighted and LAST:
             f_sum = compensated(f_sum, f_sum_error)
-            largest_f = algebra.phi.value(row_max, shift, algebra)
+            largest_f = algebra.phi.f(row_max, shift, algebra)
             threshold, inverse_spread, tied, peak = weighting.row_threshold(algebra, count, f_sum, largest_f)
         for IS_PARTIAL in tl.static_range(1, -1, -1):  # partial tiles first; any order would do
             for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, IS_PARTIAL)):
-                k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)  # [BLOCK_K]
+                k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, tiling)  # [BLOCK_K]
                 if LAST:  # load the values before the scores take registers
                     # [BLOCK_K, BLOCK_DV]
-                    value = loading.load_value_operand(inputs, b, h, k_offsets, IS_PARTIAL, blocks)
+                    value = loading.load_value_operand(inputs, b, h, k_offsets, IS_PARTIAL, tiling)
                     value, acc, needs_exact, has_large_value = value_operand_and_checks(
                         value, acc, needs_exact, has_large_value, inputs, algebra, masks, b, h, row_heads,
-                        q_offsets, k_offsets, IS_PARTIAL, blocks, numerator=None,
+                        q_offsets, k_offsets, IS_PARTIAL, tiling, numerator=None,
                     )  # fmt: skip
                 # s, scaled_dots, numerator [BLOCK_Q, BLOCK_K]; numerator is f or u^p
                 _key, _rnorm, s, _visible, scaled_dots = scoring.scores_of_keys(
                     query, inputs, algebra, masks, b, h, q_offsets, k_offsets, product_scale, row_bias, IS_PARTIAL,
-                    blocks,
+                    tiling,
                 )  # fmt: skip
                 if algebra.reweighted and LAST:
                     numerator = power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, h)
@@ -75,22 +75,22 @@ def forward(inputs, algebra, masks, outputs, blocks):
                         acc = acc * rescale[:, None]
                 if LAST:
                     if inputs.seed is not None:
-                        first = scoring.first_key(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)
-                        kept = dropout.kept(inputs, b, h, q_offsets, first, blocks.BLOCK_K, KEY_AXIS=1)
+                        first = scoring.first_key(masks, tile_range, b, h, block, n, IS_PARTIAL, tiling)
+                        kept = dropout.kept(inputs, b, h, q_offsets, first, tiling.BLOCK_K, KEY_AXIS=1)
                         numerator = tl.where(kept, numerator, 0.0)
-                    acc += products.dot_weights(numerator, value, algebra, blocks)  # [BLOCK_Q, BLOCK_DV]
+                    acc += products.dot_weights(numerator, value, algebra, tiling)  # [BLOCK_Q, BLOCK_DV]
     f_sum = nan_if_infinite(f_sum, row_max, smallest_scaled_dot)
     if inputs.seed is not None:
         acc = acc * inputs.keep_scale
     store_results(
         inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, f_sum, power_sum, peak, acc,
-        needs_exact, has_large_value, blocks,
+        needs_exact, has_large_value, tiling,
     )  # fmt: skip
 
 
 @triton.jit
 def online_statistics(s, scaled_dots, row_max, smallest_scaled_dot, shift, f_sum, f_sum_error, algebra):
-    """f (``Phi.value``) of a tile [BLOCK_Q, BLOCK_K], and the statistics of its rows so far,
+    """f (``Phi.f``) of a tile [BLOCK_Q, BLOCK_K], and the statistics of its rows so far,
     [BLOCK_Q].
 
     The statistics are the largest score, the smallest scaled dot product (without cosine), the
@@ -111,7 +111,7 @@ def online_statistics(s, scaled_dots, row_max, smallest_scaled_dot, shift, f_sum
         rescale = tl.exp2(tl.minimum(before - shift, 0.0))
         f_sum = f_sum * rescale
         f_sum_error = f_sum_error * rescale
-    f = algebra.phi.value(s, shift[:, None], algebra)
+    f = algebra.phi.f(s, shift[:, None], algebra)
     tile_sum = tl.sum(f, 1)
     if algebra.reweighted:
         f_sum, f_sum_error = two_sum(f_sum, f_sum_error, tile_sum)
@@ -142,7 +142,8 @@ def compensated(total, error):
 
 @triton.jit
 def nan_if_infinite(f_sum, row_max, smallest_scaled_dot):
-    """The sums of f [BLOCK_Q], NaN in rows where a dot product of query and key was infinite.
+    """The sums of f [BLOCK_Q], NaN in rows that see an infinite dot product of query and key or a
+    score of +inf, as from a bias of +inf. A bias of -inf alone changes nothing.
 
     With cosine the reciprocal norm of an infinite query or key is NaN, and so are its scores.
     """
@@ -152,7 +153,7 @@ def nan_if_infinite(f_sum, row_max, smallest_scaled_dot):
 @triton.jit
 def power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, h):
     """u^p of a tile [BLOCK_Q, BLOCK_K]; f in tied rows."""
-    f = algebra.phi.value(s, shift[:, None], algebra)
+    f = algebra.phi.f(s, shift[:, None], algebra)
     u = weighting.phi_to_u(f, threshold[:, None], inverse_spread[:, None], algebra)
     return tl.where(tied[:, None], f, weighting.u_to_the_power(u, inputs, algebra, h, MINUS=0))
 
@@ -160,7 +161,7 @@ def power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, 
 @triton.jit
 def value_operand_and_checks(
     value, acc, needs_exact, has_large_value, inputs, algebra, masks, b, h, row_heads, q_offsets, k_offsets,
-    IS_PARTIAL: tl.constexpr, blocks, numerator,
+    IS_PARTIAL: tl.constexpr, tiling, numerator,
 ):  # fmt: skip
     """Returns the operand [BLOCK_K, BLOCK_DV] that the weights are multiplied with, values or
     LASER's e^V; then acc [BLOCK_Q, BLOCK_DV], needs_exact [BLOCK_Q] and the flags has_large_value
@@ -198,7 +199,7 @@ def value_operand_and_checks(
                 large = laser.is_large(key_flags)
                 needs_exact = needs_exact | (tl.max((meets & large[None, :]).to(tl.int32), 1) > 0)
             if nonfinite:
-                acc = _with_nonfinite(acc, meets, inputs, b, h, k_offsets, blocks)
+                acc = _with_nonfinite(acc, meets, inputs, b, h, k_offsets, tiling)
                 value = products.finite_or_zero(value)
     elif algebra.laser:
         key_flags = laser.load_flags(value, inputs, b, h, k_offsets)
@@ -209,11 +210,11 @@ def value_operand_and_checks(
 
 
 @triton.jit
-def _with_nonfinite(acc, meets, inputs, b, h, k_offsets, blocks):
+def _with_nonfinite(acc, meets, inputs, b, h, k_offsets, tiling):
     """acc [BLOCK_Q, BLOCK_DV], with NaN in the columns in which a row meets a non-finite value;
     ``meets`` [BLOCK_Q, BLOCK_K] is as in ``value_operand_and_checks``.
     """
-    dv_offsets = tl.arange(0, blocks.BLOCK_DV)  # [BLOCK_DV]
+    dv_offsets = tl.arange(0, tiling.BLOCK_DV)  # [BLOCK_DV]
     for c in range(inputs.value_dim):
         pointers = loading.key_pointers(inputs.value, inputs, b, h, k_offsets) + c * inputs.value.stride_d
         value = tl.load(pointers, mask=k_offsets < loading.sequence_length(inputs, b), other=0.0).to(tl.float32)
@@ -226,14 +227,14 @@ def _with_nonfinite(acc, meets, inputs, b, h, k_offsets, blocks):
 @triton.jit
 def store_results(
     inputs, algebra, outputs, b, row_heads, q_offsets, count, row_max, shift, f_sum, power_sum, peak, acc,
-    needs_exact, has_large_value, blocks,
+    needs_exact, has_large_value, tiling,
 ):  # fmt: skip
     """Store ``outputs``, from acc [BLOCK_Q, BLOCK_DV] and vectors [BLOCK_Q]; ``row_heads``
     [BLOCK_Q] are the query heads of the rows. ``has_large_value`` has any length; its maximum
     counts.
     """
     mask = q_offsets < inputs.query_length
-    dv_offsets = tl.arange(0, blocks.BLOCK_DV)
+    dv_offsets = tl.arange(0, tiling.BLOCK_DV)
     numerator_sum = power_sum if algebra.reweighted else f_sum
     # The product rounds the largest weight, so the sum must, too. A re-weighted row needs no such
     # correction: its largest u^p is 1, which is exact. A tied row gets none: out errs by up to half
@@ -249,16 +250,18 @@ def store_results(
         # exp_out becomes 1 (log 1 = 0) in rows without weight, in padding columns, and where it
         # underflowed. Rows where it underflowed are marked, and EXACT replaces them
         exp_out = tl.where((numerator_sum[:, None] == 0.0) | (exp_out <= 0.0), 1.0, exp_out)
-        loading.store_like_out(outputs.residual, inputs, b, row_heads, q_offsets, mask, exp_out, blocks)
+        loading.store_like_out(outputs.out_extra, inputs, b, row_heads, q_offsets, mask, exp_out, tiling)
         acc = log2(exp_out, algebra.inputs_are_fp32) * LN2
     else:
         acc = _normalised(acc, numerator_sum, inputs, algebra, count, b)
     acc = acc + (acc - acc) + (f_sum - f_sum)[:, None]  # infinity, of values or products, becomes NaN
     acc = tl.where(count[:, None] > 0.0, acc, 0.0)
-    loading.store_like_out(outputs.out, inputs, b, row_heads, q_offsets, mask, acc, blocks)
-    if outputs.residual is not None and not algebra.laser:
-        steps = weighting.rounding_residual(acc, acc.to(outputs.out.pointer.dtype.element_ty).to(tl.float32), algebra)
-        loading.store_like_out(outputs.residual, inputs, b, row_heads, q_offsets, mask, steps, blocks)
+    loading.store_like_out(outputs.out, inputs, b, row_heads, q_offsets, mask, acc, tiling)
+    if outputs.out_extra is not None and not algebra.laser:
+        rounding_steps = weighting.rounding_steps(
+            acc, acc.to(outputs.out.pointer.dtype.element_ty).to(tl.float32), algebra
+        )
+        loading.store_like_out(outputs.out_extra, inputs, b, row_heads, q_offsets, mask, rounding_steps, tiling)
     row_max = tl.where(f_sum == f_sum, row_max, float("nan"))
     log_norm = tl.where(f_sum == 0.0, float("-inf"), tl.log(tl.where(f_sum == 0.0, 1.0, f_sum) / algebra.phi.phi_unit))
     log_norm = log_norm + shift * LN2

@@ -169,7 +169,7 @@ def log_weights(s, row, inputs, algebra, h):
     computed from log phi. In tied rows, and without re-weighting, the second result is arbitrary:
     the callers use it for the gradient of the power alone.
     """
-    f = algebra.phi.value(s, row.shift, algebra)
+    f = algebra.phi.f(s, row.shift, algebra)
     log_f = algebra.phi.log(s, row.shift, f)
     log_weight = log_f - tl.log(row.f_sum)  # l1 weights: without re-weighting, and in tied rows
     log_u = log_weight  # not used without re-weighting, but Triton needs the name
@@ -185,9 +185,10 @@ def log_weights(s, row, inputs, algebra, h):
 
 
 @triton.jit
-def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
+def gradients_of_marked(s, weighted_grad, row, inputs, algebra, h):
     """dL/d(log r) = A (dL/dA - delta), dL/df and phi' of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K,
-    BLOCK_Q], from scores and ``exact_terms`` = A dL/dA. r is the numerator, f or u^p.
+    BLOCK_Q], from scores and ``weighted_grad`` = A dL/dA. r is the numerator, f or u^p. dL/df is
+    that before mean_grad is subtracted.
 
     It does the work of ``weighting.weights_and_gradients``, but from A dL/dA, which is finite even
     where A underflows and dL/dA overflows. Up to a factor of the row, which no derivative of log r
@@ -197,10 +198,14 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
 
     In rows without a threshold f may underflow, and the quotient is 0 / 0. It is then p phi' / phi,
     from ``Phi.log_derivative``. Here phi' has the factors 2^-shift and ``phi_unit``, as f has.
-    dL/df = dL/d(log r) p / (f - threshold) includes all factors of the row. The callers use it as g
-    with a grad_factor of 1.
+    dL/df = dL/d(log r) p / (f - threshold) includes all factors of the row. The callers use it as
+    grad_phi with a grad_factor of 1.
+
+    Where f is so small (``vanished``), the second result is p dL/d(log r) and the third phi' / phi,
+    so that their product is still dL/ds. They may take this form because no mean_grad is subtracted
+    from the second: mean_grad is 0 in rows without a threshold.
     """
-    f = algebra.phi.value(s, row.shift, algebra)
+    f = algebra.phi.f(s, row.shift, algebra)
     # derivative includes phi_unit here, unlike in weights_and_gradients
     derivative = algebra.phi.derivative(s, row.shift, algebra) * algebra.phi.phi_unit
     weight = f / row.f_sum
@@ -214,7 +219,7 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
         weight = tl.where(row.tied, weight, weighting.u_to_the_power(u, inputs, algebra, h, MINUS=0) / row.power_sum)
         above_threshold = tl.where(row.tied, f, tl.maximum(f - row.threshold, 0.0))
         power = tl.where(row.tied, 1.0, weighting.head_power(inputs, algebra, h))
-    grad_log_numerator = tl.where(row.one_key, 0.0, exact_terms - weight * row.delta)
+    grad_log_numerator = tl.where(row.one_key, 0.0, weighted_grad - weight * row.delta)
     vanished = above_threshold <= small
     grad_f = grad_log_numerator * power / tl.where(vanished, 1.0, above_threshold)
     # A key below the threshold has above_threshold = 0 and grad_log_numerator = 0. It must keep
@@ -224,31 +229,33 @@ def gradients_of_marked(s, exact_terms, row, inputs, algebra, h):
 
 
 @triton.jit
-def exact_terms_of(log_weights, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, KEY_AXIS: tl.constexpr):
-    """The exact terms of a tile, shaped like it: A dL/dA, the sum over the columns c of ``_term``.
+def weighted_grad_of(
+    log_weights, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, KEY_AXIS: tl.constexpr
+):
+    """A dL/dA of a tile, shaped like it: the sum over the columns c of ``_term``.
 
     ``active`` [BLOCK_Q] are the rows that are computed. In the others grad_out is taken as 0.
     """
-    exact_terms = tl.zeros_like(log_weights)
+    weighted_grad = tl.zeros_like(log_weights)
     for c in range(inputs.value_dim):
-        exact_terms += _term(log_weights, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, c, KEY_AXIS)
-    return exact_terms
+        weighted_grad += _term(log_weights, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, c, KEY_AXIS)
+    return weighted_grad
 
 
 @triton.jit
-def exact_terms_and_value_sum(
-    log_weights, value_sum, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, blocks
+def weighted_grad_and_value_sum(
+    log_weights, value_sum, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, tiling
 ):
-    """``exact_terms_of`` a tile [BLOCK_K, BLOCK_Q]; and value_sum [BLOCK_K, BLOCK_DV] plus this
+    """``weighted_grad_of`` a tile [BLOCK_K, BLOCK_Q]; and value_sum [BLOCK_K, BLOCK_DV] plus this
     tile's dL/dV, the sums of the same terms over the rows.
     """
-    exact_terms = tl.zeros_like(log_weights)
-    dv_offsets = tl.arange(0, blocks.BLOCK_DV)
+    weighted_grad = tl.zeros_like(log_weights)
+    dv_offsets = tl.arange(0, tiling.BLOCK_DV)
     for c in range(inputs.value_dim):
         term = _term(log_weights, grad_out, outputs, inputs, b, h, q_offsets, active, k_offsets, c, KEY_AXIS=0)
-        exact_terms += term
+        weighted_grad += term
         value_sum += tl.where(dv_offsets[None, :] == c, tl.sum(term, 1)[:, None], 0.0)
-    return exact_terms, value_sum
+    return weighted_grad, value_sum
 
 
 @triton.jit
@@ -258,17 +265,17 @@ def _term(
     """grad_out e^(log A + v - out) of column c of the values, for a tile [BLOCK_Q, BLOCK_K] or
     [BLOCK_K, BLOCK_Q]. KEY_AXIS: the keys' axis, 1 or 0.
     """
-    grad = _column(grad_out, b, h, q_offsets, active, c)  # [BLOCK_Q], as out and residual
+    grad = _column(grad_out, b, h, q_offsets, active, c)  # [BLOCK_Q], as out and rounding_error
     out = _column(outputs.out, b, h, q_offsets, active, c)
-    # In a marked row the residual is the rounding error of out, not A e^V
-    residual = _column(outputs.residual, b, h, q_offsets, active, c)
+    # All active rows are marked: out_extra holds the rounding error of out, not A e^V
+    rounding_error = _column(outputs.out_extra, b, h, q_offsets, active, c)
     grad = tl.where(out == out, grad, 0.0)  # an output that is NaN passes no gradient on
     value = _column(inputs.value, b, h // inputs.group, k_offsets, k_offsets < inputs.key_length, c)  # [BLOCK_K]
     value = products.finite_or_zero(value)
     # v - out first: for large values the difference is exact, but a sum with log A is not.
     # difference and exponent are shaped like ``log_weights``
     difference = tl.expand_dims(value, 1 - KEY_AXIS) - tl.expand_dims(tl.where(out == out, out, 0.0), KEY_AXIS)
-    exponent = log_weights + (difference - tl.expand_dims(tl.where(out == out, residual, 0.0), KEY_AXIS))
+    exponent = log_weights + (difference - tl.expand_dims(tl.where(out == out, rounding_error, 0.0), KEY_AXIS))
     # In active rows A e^(v - out) is at most 1. The exponent of other rows is arbitrary. The limit
     # keeps 0 * e^x from being NaN (e^89 is inf)
     return tl.expand_dims(grad, KEY_AXIS) * tl.exp(tl.minimum(exponent, 80.0))
@@ -282,20 +289,20 @@ def _column(array, b, h, offsets, mask, c):
 
 
 @triton.jit
-def exact_forward(inputs, algebra, masks, outputs, blocks):
-    """Stores the output and the residual of the marked rows, and ONE_KEY marks. The output is a
+def exact_forward(inputs, algebra, masks, outputs, tiling):
+    """Stores the output of the marked rows, its rounding error, and ONE_KEY marks. The output is a
     logsumexp with a running maximum per row and column.
     """
     if tl.load(outputs.exact_heads + tl.program_id(1)) == 0:
         return
     block = tl.program_id(0)
     b, h = tl.program_id(1) // inputs.heads, tl.program_id(1) % inputs.heads
-    q_offsets = block * blocks.BLOCK_Q + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
-    dv_offsets = tl.arange(0, blocks.BLOCK_DV)  # [BLOCK_DV]
+    q_offsets = block * tiling.BLOCK_Q + tl.arange(0, tiling.BLOCK_Q)  # [BLOCK_Q]
+    dv_offsets = tl.arange(0, tiling.BLOCK_DV)  # [BLOCK_DV]
     marked = load_marks(outputs.saved, inputs, b, h, q_offsets) > 0.0  # [BLOCK_Q]
     if tl.max(marked.to(tl.int32)) == 0:
         return
-    query = loading.load_queries(inputs, b, h, q_offsets, blocks)  # [BLOCK_Q, BLOCK_D]
+    query = loading.load_queries(inputs, b, h, q_offsets, tiling)  # [BLOCK_Q, BLOCK_D]
     # count, scale, row_bias and query_rnorm [BLOCK_Q]; the fields of row [BLOCK_Q, 1]
     count = masking.visible_count(masks, inputs, b, h, q_offsets)
     row = exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, delta=tl.zeros_like(count))
@@ -304,18 +311,18 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
     query_rnorm = scoring.load_query_rnorm(inputs, algebra, b, h, q_offsets)
     query, product_scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
-    tile_range = masking.key_tile_range(masks, inputs, blocks, b, block)
+    tile_range = masking.key_tile_range(masks, inputs, tiling, b, block)
     # The largest log A + v of each row and column, the sum of e^(log A + v - running_max), and the
     # number of keys with a weight above 0
-    running_max = tl.full([blocks.BLOCK_Q, blocks.BLOCK_DV], float("-inf"), tl.float32)
-    total = tl.zeros([blocks.BLOCK_Q, blocks.BLOCK_DV], tl.float32)
-    live_keys = tl.zeros([blocks.BLOCK_Q], tl.float32)
+    running_max = tl.full([tiling.BLOCK_Q, tiling.BLOCK_DV], float("-inf"), tl.float32)
+    total = tl.zeros([tiling.BLOCK_Q, tiling.BLOCK_DV], tl.float32)
+    live_keys = tl.zeros([tiling.BLOCK_Q], tl.float32)
     for IS_PARTIAL in tl.static_range(1, -1, -1):  # partial tiles first; any order would do
         for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, IS_PARTIAL)):
-            k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks)  # [BLOCK_K]
+            k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, tiling)  # [BLOCK_K]
             # s, visible [BLOCK_Q, BLOCK_K]
             _key, _rnorm, s, visible, _scaled_dots = scoring.scores_of_keys(
-                query, inputs, algebra, masks, b, h, q_offsets, k_offsets, product_scale, row_bias, IS_PARTIAL, blocks
+                query, inputs, algebra, masks, b, h, q_offsets, k_offsets, product_scale, row_bias, IS_PARTIAL, tiling
             )
             log_weight, _log_u = log_weights(s, row, inputs, algebra, h)  # [BLOCK_Q, BLOCK_K]
             log_weight = tl.where(visible, log_weight, float("-inf"))
@@ -341,6 +348,6 @@ def exact_forward(inputs, algebra, masks, outputs, blocks):
     loading.store_vector(outputs.saved, b, h, q_offsets, loading.MARK, marks, marked)
     row_heads, log_total = tl.zeros_like(q_offsets) + h, tl.log(total)
     rounded = (running_max + log_total).to(outputs.out.pointer.dtype.element_ty)
-    loading.store_like_out(outputs.out, inputs, b, row_heads, q_offsets, marked, rounded, blocks)
-    residual = (running_max - rounded.to(tl.float32)) + log_total
-    loading.store_like_out(outputs.residual, inputs, b, row_heads, q_offsets, marked, residual, blocks)
+    loading.store_like_out(outputs.out, inputs, b, row_heads, q_offsets, marked, rounded, tiling)
+    rounding_error = (running_max - rounded.to(tl.float32)) + log_total
+    loading.store_like_out(outputs.out_extra, inputs, b, row_heads, q_offsets, marked, rounding_error, tiling)

@@ -93,48 +93,48 @@ def reload(pointers, mask):
 
 
 @triton.jit
-def _load_like_queries(array, inputs, b, h, q_offsets, blocks):
+def _load_like_queries(array, inputs, b, h, q_offsets, tiling):
     """A tile [BLOCK_Q, BLOCK_D] of an array shaped like the queries."""
-    d_offsets = tl.arange(0, blocks.BLOCK_D)
+    d_offsets = tl.arange(0, tiling.BLOCK_D)
     matrix = head_pointer(array, b, h)
     return load_matrix(array, matrix, q_offsets, d_offsets, inputs.query_length, inputs.head_dim)
 
 
 @triton.jit
-def load_queries(inputs, b, h, q_offsets, blocks):
+def load_queries(inputs, b, h, q_offsets, tiling):
     """Queries [BLOCK_Q, BLOCK_D]."""
-    return _load_like_queries(inputs.query, inputs, b, h, q_offsets, blocks)
+    return _load_like_queries(inputs.query, inputs, b, h, q_offsets, tiling)
 
 
 @triton.jit
-def store_queries(array, inputs, b, h, q_offsets, x, blocks):
+def store_queries(array, inputs, b, h, q_offsets, x, tiling):
     """Store x [BLOCK_Q, BLOCK_D] to an array shaped like the queries."""
-    d_offsets = tl.arange(0, blocks.BLOCK_D)
+    d_offsets = tl.arange(0, tiling.BLOCK_D)
     store_matrix(array, head_pointer(array, b, h), q_offsets, d_offsets, inputs.query_length, inputs.head_dim, x)
 
 
 @triton.jit
-def load_query_operands(inputs, b, h, q_offsets, blocks):
+def load_query_operands(inputs, b, h, q_offsets, tiling):
     """Two tiles [BLOCK_Q, BLOCK_D]: the queries for products with keys, and the queries for
     products with the gradient of the scores. They differ where scores are products of unit vectors.
     With cosine query_gradients has stored them.
     """
     if inputs.unit_key_fp16 is None:
         if inputs.scaled_query is None:
-            query = load_queries(inputs, b, h, q_offsets, blocks)
+            query = load_queries(inputs, b, h, q_offsets, tiling)
         else:
-            query = _load_like_queries(inputs.scaled_query, inputs, b, h, q_offsets, blocks)
+            query = _load_like_queries(inputs.scaled_query, inputs, b, h, q_offsets, tiling)
         grad_operand = query
     else:
-        query = _load_like_queries(inputs.unit_query_fp16, inputs, b, h, q_offsets, blocks)
-        grad_operand = _load_like_queries(inputs.unit_query_bf16, inputs, b, h, q_offsets, blocks)
+        query = _load_like_queries(inputs.unit_query_fp16, inputs, b, h, q_offsets, tiling)
+        grad_operand = _load_like_queries(inputs.unit_query_bf16, inputs, b, h, q_offsets, tiling)
     return query, grad_operand
 
 
 @triton.jit
-def load_like_out(array, inputs, b, h, q_offsets, blocks):
+def load_like_out(array, inputs, b, h, q_offsets, tiling):
     """A tile [BLOCK_Q, BLOCK_DV] of an array shaped like the output."""
-    columns = tl.arange(0, blocks.BLOCK_DV)
+    columns = tl.arange(0, tiling.BLOCK_DV)
     return load_matrix(array, head_pointer(array, b, h), q_offsets, columns, inputs.query_length, inputs.value_dim)
 
 
@@ -156,7 +156,7 @@ def key_pointers(array, inputs, b, h, k_offsets):
 
 
 @triton.jit
-def load_tile(array, inputs, b, h, k_offsets, width, COLUMNS: tl.constexpr, IS_PARTIAL: tl.constexpr, blocks):
+def load_tile(array, inputs, b, h, k_offsets, width, COLUMNS: tl.constexpr, IS_PARTIAL: tl.constexpr, tiling):
     """Keys [BLOCK_K, BLOCK_D] or values [BLOCK_K, BLOCK_DV]; 0 beyond the last key and the last
     column. h is a QUERY head (``key_pointers``). Only a partial tile can reach beyond the last key.
     Callers that do not know pass IS_PARTIAL = True.
@@ -167,7 +167,7 @@ def load_tile(array, inputs, b, h, k_offsets, width, COLUMNS: tl.constexpr, IS_P
         tile = tl.load(
             pointers, mask=(k_offsets[:, None] < sequence_length(inputs, b)) & (columns[None, :] < width), other=0.0
         )
-    elif blocks.dims_fill_tile:
+    elif tiling.dims_fill_tile:
         tile = tl.load(pointers)
     else:
         tile = tl.load(pointers, mask=tl.broadcast_to(columns[None, :] < width, pointers.shape), other=0.0)
@@ -175,33 +175,33 @@ def load_tile(array, inputs, b, h, k_offsets, width, COLUMNS: tl.constexpr, IS_P
 
 
 @triton.jit
-def load_keys(inputs, b, h, k_offsets, IS_PARTIAL: tl.constexpr, blocks):
+def load_keys(inputs, b, h, k_offsets, IS_PARTIAL: tl.constexpr, tiling):
     """Keys [BLOCK_K, BLOCK_D]."""
-    return load_tile(inputs.key, inputs, b, h, k_offsets, inputs.head_dim, blocks.BLOCK_D, IS_PARTIAL, blocks)
+    return load_tile(inputs.key, inputs, b, h, k_offsets, inputs.head_dim, tiling.BLOCK_D, IS_PARTIAL, tiling)
 
 
 @triton.jit
-def load_bf16_unit_keys(inputs, b, h, k_offsets, IS_PARTIAL: tl.constexpr, blocks):
+def load_bf16_unit_keys(inputs, b, h, k_offsets, IS_PARTIAL: tl.constexpr, tiling):
     """Unit vectors k / |k| [BLOCK_K, BLOCK_D], for products with the gradient of the scores."""
-    return load_tile(inputs.unit_key_bf16, inputs, b, h, k_offsets, inputs.head_dim, blocks.BLOCK_D, IS_PARTIAL, blocks)
+    return load_tile(inputs.unit_key_bf16, inputs, b, h, k_offsets, inputs.head_dim, tiling.BLOCK_D, IS_PARTIAL, tiling)
 
 
 @triton.jit
-def load_value_operand(inputs, b, h, k_offsets, IS_PARTIAL: tl.constexpr, blocks):
+def load_value_operand(inputs, b, h, k_offsets, IS_PARTIAL: tl.constexpr, tiling):
     """Values, or LASER's e^V, [BLOCK_K, BLOCK_DV]."""
     return load_tile(
-        inputs.value_operand, inputs, b, h, k_offsets, inputs.value_dim, blocks.BLOCK_DV, IS_PARTIAL, blocks
+        inputs.value_operand, inputs, b, h, k_offsets, inputs.value_dim, tiling.BLOCK_DV, IS_PARTIAL, tiling
     )
 
 
 @triton.jit
-def store_like_out(array, inputs, b, row_heads, q_offsets, mask, x, blocks):
+def store_like_out(array, inputs, b, row_heads, q_offsets, mask, x, tiling):
     """Store x [BLOCK_Q, BLOCK_DV] to an array shaped like the output.
 
     ``row_heads`` [BLOCK_Q] are the query heads of the rows, and ``mask`` [BLOCK_Q] says which rows
     are stored.
     """
-    columns = tl.arange(0, blocks.BLOCK_DV)
+    columns = tl.arange(0, tiling.BLOCK_DV)
     pointers = (
         head_pointer(array, b, row_heads)[:, None]
         + q_offsets[:, None] * array.stride_l

@@ -129,26 +129,26 @@ def _tile_range(
 
 
 @triton.jit
-def key_tile_range(masks, inputs, blocks, b, block):
+def key_tile_range(masks, inputs, tiling, b, block):
     """The tiles of keys that a block of queries visits: see ``_tile_range``."""
     offset = query_offset(inputs, masks, b)
-    first = block * blocks.BLOCK_Q + offset
-    last = tl.minimum((block + 1) * blocks.BLOCK_Q, inputs.query_length) - 1 + offset
+    first = block * tiling.BLOCK_Q + offset
+    last = tl.minimum((block + 1) * tiling.BLOCK_Q, inputs.query_length) - 1 + offset
     length = loading.sequence_length(inputs, b)
-    return _tile_range(first, last, masks.left, masks.right, masks.has_left, masks.has_right, length, blocks.BLOCK_K)
+    return _tile_range(first, last, masks.left, masks.right, masks.has_left, masks.has_right, length, tiling.BLOCK_K)
 
 
 @triton.jit
-def query_tile_range(masks, inputs, blocks, block):
+def query_tile_range(masks, inputs, tiling, block):
     """The tiles of queries that a block of keys visits: see ``_tile_range``.
 
     A key at position p is seen by the queries at p - right to p + left: the window's sides change
     places. Calls with a cache, whose sequences have offsets of their own, have no backward.
     """
-    first = block * blocks.BLOCK_K - masks.offset
-    last = tl.minimum((block + 1) * blocks.BLOCK_K, inputs.key_length) - 1 - masks.offset
+    first = block * tiling.BLOCK_K - masks.offset
+    last = tl.minimum((block + 1) * tiling.BLOCK_K, inputs.key_length) - 1 - masks.offset
     return _tile_range(
-        first, last, masks.right, masks.left, masks.has_right, masks.has_left, inputs.query_length, blocks.BLOCK_Q
+        first, last, masks.right, masks.left, masks.has_right, masks.has_left, inputs.query_length, tiling.BLOCK_Q
     )
 
 
@@ -209,7 +209,7 @@ def _tile_range_of_documents(inputs, masks, lowest, highest, b, q_offsets, start
 
 
 @triton.jit
-def survey(inputs, masks, lowest, highest, counts, states, blocks):
+def survey(inputs, masks, lowest, highest, counts, states, tiling):
     """Stores N_i in ``counts``, int32 [B, H, Lq, 1], and EMPTY, PARTIAL or FULL in ``states``, int8
     [B, H, query blocks, key blocks]. A program has a block of queries.
 
@@ -220,21 +220,21 @@ def survey(inputs, masks, lowest, highest, counts, states, blocks):
     """
     block = tl.program_id(0)
     b, h = tl.program_id(1), tl.program_id(2)
-    q_offsets = block * blocks.BLOCK_Q + tl.arange(0, blocks.BLOCK_Q)  # [BLOCK_Q]
-    start, _full_start, _full_stop, stop = key_tile_range(masks, inputs, blocks, b, block)
+    q_offsets = block * tiling.BLOCK_Q + tl.arange(0, tiling.BLOCK_Q)  # [BLOCK_Q]
+    start, _full_start, _full_stop, stop = key_tile_range(masks, inputs, tiling, b, block)
     if masks.document_ids is not None:
         start, stop = _tile_range_of_documents(inputs, masks, lowest, highest, b, q_offsets, start, stop)
-    count = tl.zeros([blocks.BLOCK_Q], tl.int32)
+    count = tl.zeros([tiling.BLOCK_Q], tl.int32)
     # A head may have 2^31 tiles or more
     state_row = loading.head_pointer(states, b, h) + block.to(tl.int64) * states.stride_l
     for n in range(start, stop):
-        k_offsets = n * blocks.BLOCK_K + tl.arange(0, blocks.BLOCK_K)  # [BLOCK_K]
+        k_offsets = n * tiling.BLOCK_K + tl.arange(0, tiling.BLOCK_K)  # [BLOCK_K]
         # tile_visible [BLOCK_Q, BLOCK_K]
         tile_visible = visible(masks, inputs, b, h, q_offsets[:, None], k_offsets[None, :])
         tile_visible = (tile_visible & (q_offsets[:, None] < inputs.query_length)).to(tl.int32)
         count += tl.sum(tile_visible, 1)
         total = tl.sum(tl.sum(tile_visible, 1), 0)
-        state = tl.where(total == blocks.BLOCK_Q * blocks.BLOCK_K, FULL, tl.where(total > 0, PARTIAL, EMPTY))
+        state = tl.where(total == tiling.BLOCK_Q * tiling.BLOCK_K, FULL, tl.where(total > 0, PARTIAL, EMPTY))
         tl.store(state_row + n * states.stride_d, state.to(tl.int8))
     pointers = loading.head_pointer(counts, b, h) + q_offsets * counts.stride_l
     tl.store(pointers, count, mask=q_offsets < inputs.query_length)

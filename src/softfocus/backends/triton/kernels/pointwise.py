@@ -8,9 +8,8 @@ sigmoid it is 0, except in rows whose scores are all below SHIFT_BELOW, where th
 2^-shift is about 1. The relu family has a shift in float16 only, where weights that are not
 normalised yet might overflow or underflow. Its shift is an integer, so that the scaling is exact.
 
-softplus is computed in units of log 2: the kernels' f is phi times ``phi_unit`` = log2 e. The
-factor cancels in A. ``Phi.value`` and the sums of f include it. ``Phi.derivative`` does not:
-``GradientRow.grad_factor`` multiplies by it instead.
+softplus is computed in units of log 2: f is phi times ``phi_unit`` = log2 e, which cancels in A.
+``Phi.derivative`` does not include it: ``GradientRow.grad_factor`` multiplies by it instead.
 
 Far below zero softplus keeps its relative precision: for s <= 0, log2(1 + 2^s) = x y(x) with
 x = 2^s. A polynomial y replaces the logarithm, which takes 20 instructions. Its relative error is
@@ -31,8 +30,8 @@ SHIFT_BELOW = tl.constexpr(-4.0)  # unmeasured
 their phi may underflow. phi(-4 log 2) is 0.06, which every dtype holds.
 """
 LOG_FROM_SCORE_BELOW = tl.constexpr(-100.0)
-"""Where s - shift is below it, phi 2^-shift may underflow, and its log is computed from s. float32
-is normal down to 2^-126; the rest is margin.
+"""In the score unit, log 2 for softplus and sigmoid. Where s - shift is below it, phi 2^-shift may
+underflow, and its log is computed from s. float32 is normal down to 2^-126; the rest is margin.
 """
 MAX_TERMS = tl.constexpr(9)
 """The number of terms of the most accurate polynomial, that of float32 (``inputs.TERMS``)."""
@@ -149,7 +148,7 @@ def row_shift(row_max, algebra):
     """
     if algebra.phi.shift is None:
         tl.static_assert(algebra.phi.has_zeros, "a phi without zeros gives its own shift")
-        shift = _floor_log2(algebra.phi.value(row_max, tl.zeros_like(row_max), algebra))
+        shift = _floor_log2(algebra.phi.f(row_max, tl.zeros_like(row_max), algebra))
     else:
         shift = algebra.phi.shift(row_max)
     return shift
@@ -192,7 +191,7 @@ def _log(f):
 
 
 @triton.jit
-def _log_of_value(s, shift, f):
+def _log_of_f(s, shift, f):
     return _log(f)
 
 
@@ -209,7 +208,7 @@ def _log_exp(s, shift, f):
 
 @triton.jit
 def _log_softplus(s, shift, f):
-    """LOG_LOG2E is added because the value f includes ``phi_unit``."""
+    """LOG_LOG2E is added because f includes ``phi_unit``."""
     return tl.where(s - shift < LOG_FROM_SCORE_BELOW, (s - shift) * LN2 + LOG_LOG2E, _log(f))
 
 
@@ -220,7 +219,8 @@ def _log_sigmoid(s, shift, f):
 
 @triton.jit
 def _exp2(x, algebra):
-    """2^x. In re-weighted rows of float32, where x <= 126, it is accurate to the last bit. The
+    """2^x. In re-weighted rows of float32 it is accurate to the last bit, for x up to 254. Callers
+    pass -|s|, or a score minus the row's shift: about 0 at most where the result is used. The
     hardware's instruction may be wrong in the last two or three bits. If the phi of a row are
     nearly equal, u is a small difference of them, and their errors count.
     """
@@ -365,9 +365,9 @@ PHI = {
     "sigmoid": Phi(
         _sigmoid, _sigmoid_derivative, _log_sigmoid, _tail_log_derivative, _NO_ZEROS,
         shift=_sigmoid_shift, score_unit=LOG2E),
-    "relu": Phi(_relu, _relu_derivative, _log_of_value, _relu_log_derivative, _HAS_ZEROS),
+    "relu": Phi(_relu, _relu_derivative, _log_of_f, _relu_log_derivative, _HAS_ZEROS),
     "relu2": Phi(_relu2, _relu2_derivative, _log_relu2, _relu2_log_derivative, _HAS_ZEROS),
-    "relu6": Phi(_relu6, _relu6_derivative, _log_of_value, _relu_log_derivative, _HAS_ZEROS),
+    "relu6": Phi(_relu6, _relu6_derivative, _log_of_f, _relu_log_derivative, _HAS_ZEROS),
 }  # fmt: skip
 
 

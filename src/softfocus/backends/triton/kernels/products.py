@@ -44,7 +44,7 @@ def to_operand_dtype(x, dtype, IN_TF32: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, blocks):
+def dot(a, b, tiling):
     """The matrix product a b, summed in float32: [M, K] times [K, N] is [M, N]. Operands are as
     ``to_operand_dtype`` returns them, or float32 copies of 16-bit operands.
 
@@ -53,32 +53,37 @@ def dot(a, b, blocks):
     if a.shape[0] == 1:
         # [K, 1] times [K, N], summed over K: [1, N]
         result = tl.sum(tl.trans(a.to(tl.float32)) * b.to(tl.float32), 0)[None, :]
-    elif blocks.widen:  # in Triton's interpreter (``inputs.blocks_of``)
+    elif tiling.widen:  # in Triton's interpreter (``inputs.tiling_of``)
         result = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
-        result = tl.dot(a, b, input_precision=blocks.precision)
+        result = tl.dot(a, b, input_precision=tiling.precision)
     return result
 
 
 @triton.jit
-def dot_weights(weights, x, algebra, blocks):
-    """The product of weights and x: values or e^V in the forward, grad_out in key_gradients.
+def dot_weights(numerator, x, algebra, tiling):
+    """The product of the numerators f or u^p and x, values or e^V, in the forward. In key_gradients
+    that of the weights A and the gradient of the weighted sum.
 
     It is [BLOCK_Q, BLOCK_K] times [BLOCK_K, BLOCK_DV], or in key_gradients [BLOCK_K, BLOCK_Q] times
-    [BLOCK_Q, BLOCK_DV]. A float16 call multiplies in tf32 if the normaliser is not l1, because
-    weights then do not sum to one, and for LASER, whose x is e^V or dL/d(A e^V). Any other float16
-    call overflows where f of softplus exceeds 65504, without re-weighting or in a tied row
-    (docs/numerics.md).
+    [BLOCK_Q, BLOCK_DV]. A float16 call multiplies in tf32 in two cases:
+
+    * The normaliser is not l1. Only rows with an l1 norm have a shift (``Algebra.shifted``).
+      Without one f may overflow or underflow float16, and so may A.
+    * LASER, whose x is e^V or dL/d(A e^V).
+
+    Any other float16 call overflows where f of softplus exceeds 65504, without re-weighting or in a
+    tied row (docs/numerics.md).
     """
     IN_TF32: tl.constexpr = algebra.inputs_are_fp16 and (algebra.laser or algebra.normaliser != "l1")
-    weights = to_operand_dtype(weights, x.dtype, IN_TF32)
+    numerator = to_operand_dtype(numerator, x.dtype, IN_TF32)
     if IN_TF32:
         x = x.to(tl.float32)
-    return dot(weights, x, blocks)
+    return dot(numerator, x, tiling)
 
 
 @triton.jit
-def dot_grad_scores(grad_scores, x, algebra, blocks, HAS_ROW_FACTORS: tl.constexpr):
+def dot_grad_scores(grad_scores, x, algebra, tiling, HAS_ROW_FACTORS: tl.constexpr):
     """The product of dL/ds, as the caller scales it, and x: keys, or queries in key_gradients.
 
     It is [BLOCK_Q, BLOCK_K] times [BLOCK_K, BLOCK_D], or in key_gradients [BLOCK_K, BLOCK_Q] times
@@ -100,4 +105,4 @@ def dot_grad_scores(grad_scores, x, algebra, blocks, HAS_ROW_FACTORS: tl.constex
     grad_scores = to_operand_dtype(grad_scores, x.dtype, IN_TF32)
     if IN_TF32:
         x = x.to(tl.float32)
-    return dot(grad_scores, x, blocks)
+    return dot(grad_scores, x, tiling)

@@ -80,17 +80,17 @@ def query_operand(query, rnorm, scale, inputs, algebra):
 
 
 @triton.jit
-def load_score_keys(inputs, algebra, b, h, k_offsets, IS_PARTIAL: tl.constexpr, blocks):
+def load_score_keys(inputs, algebra, b, h, k_offsets, IS_PARTIAL: tl.constexpr, tiling):
     """The key operand [BLOCK_K, BLOCK_D] of the dot products with queries, and with cosine 1 / |k|
     [BLOCK_K].
     """
     rnorm = k_offsets.to(tl.float32)  # not used without cosine, but Triton needs the name in both branches
     if inputs.unit_key_fp16 is not None:
         key = loading.load_tile(
-            inputs.unit_key_fp16, inputs, b, h, k_offsets, inputs.head_dim, blocks.BLOCK_D, IS_PARTIAL, blocks
+            inputs.unit_key_fp16, inputs, b, h, k_offsets, inputs.head_dim, tiling.BLOCK_D, IS_PARTIAL, tiling
         )
     else:
-        key = loading.load_keys(inputs, b, h, k_offsets, IS_PARTIAL, blocks)
+        key = loading.load_keys(inputs, b, h, k_offsets, IS_PARTIAL, tiling)
     if algebra.cosine:
         if inputs.key_rnorm is None:
             rnorm = norms.reciprocal_norm(key.to(tl.float32))
@@ -100,15 +100,15 @@ def load_score_keys(inputs, algebra, b, h, k_offsets, IS_PARTIAL: tl.constexpr, 
 
 
 @triton.jit
-def first_key(masks, tile_range, b, h, block, n, IS_PARTIAL: tl.constexpr, blocks):
+def first_key(masks, tile_range, b, h, block, n, IS_PARTIAL: tl.constexpr, tiling):
     """The first key of a block's n-th tile: of the partial ones if IS_PARTIAL, else full ones."""
-    return masking.tile_index(masks.key_tiles, tile_range, b, h, block, n, IS_PARTIAL) * blocks.BLOCK_K
+    return masking.tile_index(masks.key_tiles, tile_range, b, h, block, n, IS_PARTIAL) * tiling.BLOCK_K
 
 
 @triton.jit
-def key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL: tl.constexpr, blocks):
+def key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL: tl.constexpr, tiling):
     """The keys [BLOCK_K] of the tile whose first key is ``first_key``."""
-    return first_key(masks, tile_range, b, h, block, n, IS_PARTIAL, blocks) + tl.arange(0, blocks.BLOCK_K)
+    return first_key(masks, tile_range, b, h, block, n, IS_PARTIAL, tiling) + tl.arange(0, tiling.BLOCK_K)
 
 
 @triton.jit
@@ -155,14 +155,14 @@ def tile_scores(
 
 @triton.jit
 def scores_of_keys(
-    query, inputs, algebra, masks, b, h, q_offsets, k_offsets, product_scale, row_bias, IS_PARTIAL: tl.constexpr, blocks
+    query, inputs, algebra, masks, b, h, q_offsets, k_offsets, product_scale, row_bias, IS_PARTIAL: tl.constexpr, tiling
 ):
     """The key operand [BLOCK_K, BLOCK_D], 1 / |k| [BLOCK_K], and what ``tile_scores`` returns,
     [BLOCK_Q, BLOCK_K]. ``product_scale`` and ``row_bias`` are [BLOCK_Q].
     """
-    key, key_rnorm = load_score_keys(inputs, algebra, b, h, k_offsets, IS_PARTIAL, blocks)
+    key, key_rnorm = load_score_keys(inputs, algebra, b, h, k_offsets, IS_PARTIAL, tiling)
     s, visible, scaled_dots = tile_scores(
-        products.dot(query, tl.trans(key), blocks), inputs, algebra, masks, b, h, q_offsets[:, None],
+        products.dot(query, tl.trans(key), tiling), inputs, algebra, masks, b, h, q_offsets[:, None],
         k_offsets[None, :], product_scale[:, None], key_rnorm[None, :], row_bias[:, None], IS_PARTIAL,
     )  # fmt: skip
     return key, key_rnorm, s, visible, scaled_dots

@@ -61,7 +61,7 @@ def sum_with_largest_rounded(f_sum, row_max, shift, algebra, dtype):
     not cancel: out errs by up to half an ulp of ``dtype``, as FlashAttention's does. Only the
     division, and LASER's test for marked rows, use this sum. The saved F_SUM is not rounded so.
     """
-    largest_f = algebra.phi.value(row_max, shift, algebra)
+    largest_f = algebra.phi.f(row_max, shift, algebra)
     rounded = products.to_operand_dtype(largest_f, dtype, algebra.inputs_are_fp16 and algebra.laser)
     return f_sum + (rounded.to(tl.float32) - largest_f)
 
@@ -140,7 +140,7 @@ class GradientRow(NamedTuple):
     """The backward's constants of its rows: vectors [BLOCK_Q], or ``expanded`` to broadcast to a
     tile.
 
-    Let phi_s = phi 2^-shift. ``Phi.value`` returns f = phi_unit phi_s. Without re-weighting
+    Let phi_s = phi 2^-shift. ``Phi.f`` returns f = phi_unit phi_s. Without re-weighting
 
         A = weight_factor f
         dL/dphi_s = grad_factor (dL/dA - delta)
@@ -181,7 +181,8 @@ class GradientRow(NamedTuple):
 
 @triton.jit
 def is_tied(row):
-    """Whether rows of a ``GradientRow`` are tied. False where inverse_spread is NaN, in a row that
+    """Whether rows of a ``GradientRow`` are tied. Of re-weighted rows only: without re-weighting
+    ``gradient_row`` sets inverse_spread to -1 in every row. False where it is NaN, in a row that
     sees a NaN.
     """
     return row.inverse_spread < 0.0
@@ -199,7 +200,7 @@ def saved_statistics(saved, inputs, algebra, b, h, q_offsets):
     shift = tl.zeros_like(row_max)
     if algebra.shifted:
         shift = pointwise.row_shift(row_max, algebra)
-    return shift, algebra.phi.value(row_max, shift, algebra), f_sum, power_sum
+    return shift, algebra.phi.f(row_max, shift, algebra), f_sum, power_sum
 
 
 @triton.jit
@@ -279,43 +280,49 @@ def expanded(row, KEY_AXIS: tl.constexpr):
 
 @triton.jit
 def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
-    """A, g, phi' 2^-shift and u of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], from its
-    scores and dL/dA.
+    """A, grad_phi, phi' 2^-shift and u of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], from
+    its scores and dL/dA.
 
-    dL/ds = grad_factor (g - mean_grad) phi' 2^-shift. g, here grad_u, is (dL/dA - delta) u^(p-1)
-    in re-weighted rows, dL/dA - delta in tied rows and in others with an l1 norm, and dL/dA without
-    one. It lacks the constants p / sum u^p of the row. The caller multiplies by grad_factor, which
-    includes them. In the EXACT kernels grad_u is dL/df, with all factors of the row.
+    grad_phi is dL/dphi_s before mean_grad is subtracted and grad_factor multiplied:
+
+        dL/dphi_s = grad_factor (grad_phi - mean_grad),   dL/ds = dL/dphi_s phi' 2^-shift
+
+    It is g = (dL/dA - delta) u^(p-1) in re-weighted rows, dL/dA - delta in tied rows and in others
+    with an l1 norm, and dL/dA without one. The EXACT kernels take it from
+    ``laser.gradients_of_marked``, as dL/df with all factors of the row: there grad_factor is 1.
     """
-    f = algebra.phi.value(s, row.shift, algebra)
+    f = algebra.phi.f(s, row.shift, algebra)
     derivative = algebra.phi.derivative(s, row.shift, algebra)
     u, weights = f, f
-    grad_u = grad_weights
+    grad_phi = grad_weights
     if algebra.normaliser == "l1":
-        grad_u = grad_weights - row.delta
+        grad_phi = grad_weights - row.delta
         if algebra.phi.has_zeros and not algebra.reweighted:
-            grad_u = tl.where(f > row.zero_grad_above, 0.0, grad_u)
+            grad_phi = tl.where(f > row.zero_grad_above, 0.0, grad_phi)
     if algebra.reweighted:
         u = phi_to_u(f, row.threshold, tl.abs(row.inverse_spread), algebra)
         u_to_p_minus_1 = tl.where(is_tied(row), 1.0, u_to_the_power(u, inputs, algebra, h, MINUS=1))
-        grad_u = grad_u * u_to_p_minus_1
+        grad_phi = grad_phi * u_to_p_minus_1
         weights = u_to_p_minus_1 * u
     if not algebra.shift_holds_norm:
         weights = weights * row.weight_factor
-    return weights, grad_u, derivative, u
+    return weights, grad_phi, derivative, u
 
 
 @triton.jit
 def rounding_step(rounded, algebra):
     """The unit in which the rounding error of the output is saved in eight bits: one ulp of the
-    output's dtype, float16 or bfloat16, divided by 127; 0 where that would be tiny or not finite.
-    ``rounded`` is the output as stored.
+    output's dtype, float16 or bfloat16, divided by 127; 0 where the output is not finite, or
+    below 2^-99. ``rounded`` is the output as stored.
 
     The error is saved for delta, which is computed from the output: where one key dominates a row,
     dL/dA - delta is smaller than the output's rounding. 127 is the largest int8, so that an error
     of one ulp fits. GPUs round to nearest and err by half an ulp at most, but Triton's interpreter
     truncates bfloat16. For a subnormal float16 output the step is computed as if it were normal: it
     is smaller than an ulp / 127, and an error of more than 127 steps is saved as 0.
+
+    The limit is far above 2^-109, below which the step may be subnormal in float32. It was chosen,
+    not measured.
     """
     bits = rounded.to(tl.int32, bitcast=True) & 0x7F800000
     pow2 = bits.to(tl.float32, bitcast=True)
@@ -324,7 +331,7 @@ def rounding_step(rounded, algebra):
 
 
 @triton.jit
-def rounding_residual(x, rounded, algebra):
+def rounding_steps(x, rounded, algebra):
     """x - rounded in units of ``rounding_step``; 0 where that is above 127. The caller stores it as
     int8.
 
