@@ -13,9 +13,11 @@
 // up to 2^128. Rows from 2^61 on are therefore scaled down: otherwise a dot product could overflow
 // that does not overflow for the rows as given. Rows in between are left alone. A flushed element
 // times an element up to 2^100 (2^40 in the last line) of the other row is below 2^-26. So each
-// flushed element changes s by less than 2^-26 times the score scale. Rounding changes e^s by up to
-// 2^-24 of it. Beyond 2^100 (2^40) the error grows with the other element. Such rows are not
-// treated specially.
+// flushed element changes s by less than 2^-26 times the score scale, and e^s by as much relative
+// to itself. Rounding changes e^s by up to 2^-24 relative to itself. With a score scale of at most 4
+// a flushed element therefore changes e^s by less than rounding does; with a larger one its error
+// grows in proportion. Beyond 2^100 (2^40) the error grows with the other element. Such rows are
+// not treated specially.
 //
 // With cosine similarity every row is multiplied by its prescale. In unit vectors a flushed element
 // is below 2^-126, and so is its term of the dot product.
@@ -40,7 +42,8 @@ constexpr int64_t AMX_ROWS = 16, AMX_DIMS = 32;
 // The most dimensions of one sum: longer float sums round too much (DOT_DIMS in product.h)
 constexpr int64_t AMX_DOT_DIMS = 64;
 
-// Whether the dot products of a call run on AMX. A decoding call does not pack its keys.
+// Whether the dot products of a call run on AMX. A call of at most DECODE_QUERIES queries does not
+// use it: its forward does not pack the keys, and its backward packs them as panels.
 inline bool uses_amx([[maybe_unused]] const Params& params) {
 #if SOFTFOCUS_AMX
   // Linux gives a process the registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM,
@@ -56,8 +59,9 @@ inline bool uses_amx([[maybe_unused]] const Params& params) {
 // rounded up to a power of two, and limited to 2^-126 to 2^126. A row is multiplied by its prescale
 // if that is above AMX_MAX_UNSCALED (elements below 2^-60), and by AMX_MIN_PRESCALE if its prescale
 // is below that (elements from 2^61 on). What pack_amx_row() returns for two rows has a product of
-// at most 2^120. read_queries() multiplies the query's by the score scale, which gives dot_scale.
-// convert_strip() and convert_row() multiply that by the key's.
+// at most 2^120, which times a score scale below 2^8 is finite. read_queries() multiplies the
+// query's by the score scale, which gives dot_scale. convert_strip() and convert_row() multiply
+// that by the key's.
 constexpr float AMX_MIN_PRESCALE = 0x1p-60f, AMX_MAX_UNSCALED = 0x1p60f;
 
 // Writes a row [width] as bfloat16, perhaps times a power of two, with zeros after it: `to` [width
@@ -133,8 +137,8 @@ inline void amx_dots(const bfloat16* rows, int64_t padded_width, const bfloat16*
   for (int64_t d = AMX_DOT_DIMS; d < padded_width; d += AMX_DOT_DIMS) {
     sum_to(d, sums, N * AMX_ROWS);
     for (int64_t r = 0; r < AMX_ROWS; ++r)
-      for (int64_t j = 0; j < N * AMX_ROWS; j += AMX_ROWS)
-        store(c + r * c_row_stride + j, load(c + r * c_row_stride + j) + load(sums + r * N * AMX_ROWS + j));
+      for (int64_t t = 0; t < N * AMX_ROWS; t += AMX_ROWS)
+        store(c + r * c_row_stride + t, load(c + r * c_row_stride + t) + load(sums + r * N * AMX_ROWS + t));
   }
 }
 #endif

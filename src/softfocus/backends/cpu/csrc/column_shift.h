@@ -7,15 +7,17 @@ namespace softfocus {
 
 // The maximum of a column is taken over the keys that every row of the block sees, so that no
 // future value affects an earlier row. M is 0 if all column maxima are within SHIFT_TOLERANCE of 0
-// and the key head's data holds e^V, which it does not in decoding. Otherwise M is the maximum of
-// each column, or 0 if no key is seen by every row. Values above M + LARGE_VALUE are recorded, and
-// exponents are clamped to MAX_EXPONENT (laser.h).
+// and the key head's data holds e^V, which it does not in decoding (the forward of a call of at
+// most DECODE_QUERIES queries). Otherwise M is the maximum of each column, or 0 if no key is seen
+// by every row. Values above M + LARGE_VALUE are recorded, and exponents are clamped to
+// MAX_EXPONENT (laser.h).
 struct ColumnShift {
   Buffer<float> shift;    // [padded_value_dim], M
   Buffer<float> scratch;  // [BLOCK_K, padded_value_dim], e^(V - M) of a tile, unless zero_shift
   // Values above their M + LARGE_VALUE: with zero_shift of the key head, else of the block's tiles
   std::vector<ValueIndex> large;
-  // M is 0, and the key head's e^V is read. False in decoding, even if M is 0.
+  // M is 0, and the key head's e^V is read. False in decoding, even if M is 0; not in the backward
+  // of the same call.
   bool zero_shift = false;
   // True in the first pass over the tiles after choose(), in which shifted_exp_values() appends to
   // `large`. Later passes would append the same values again.

@@ -1,7 +1,7 @@
-// Dot products of a few query rows with their keys, as in decoding. Packing the keys would cost
-// more than it saves. They are read in place if their rows are contiguous (contiguous_rows()), else
-// copied W at a time. The class is not a template over phi and calls back through std::function:
-// the template took three times as long to compile, and was no faster.
+// Dot products of a few query rows with their keys, for decoding (DECODE_QUERIES). Packing the keys
+// would cost more than it saves. They are read in place if their rows are contiguous
+// (contiguous_rows()), else copied W at a time. The class is not a template over phi and calls back
+// through std::function: the template took three times as long to compile, and was no faster.
 #pragma once
 
 #include <functional>
@@ -138,27 +138,27 @@ class DecodeDots {
         dot_safely(first_offset[i], key_begin, dot_again[i], queries, n_rows, address);
   }
 
-  // products[i][j]: lane-wise sums of the products of a query with key j of stream i. Lane l sums
-  // the dimensions l, l + W, ...; the caller sums the lanes. squares[i][j]: the same for the key's
+  // products[i][t]: lane-wise sums of the products of a query with key t of stream i. Lane l sums
+  // the dimensions l, l + W, ...; the caller sums the lanes. squares[i][t]: the same for the key's
   // squares; set only if SQUARES.
   template <bool SQUARES, typename T, int N>
   __attribute__((always_inline)) inline void lane_products(const float* query, const T* const (&keys)[N],
                                                            int64_t key_stride, vfloat (&products)[N][W],
                                                            vfloat (&squares)[N][W]) const {
 #pragma GCC unroll 16
-    for (int j = 0; j < W; ++j)
+    for (int t = 0; t < W; ++t)
 #pragma GCC unroll 8
       for (int i = 0; i < N; ++i) {
         vfloat product = vfloat{}, square = vfloat{};
         for (int64_t d = 0; d < padded_dim; d += UNROLL * W)
           unroll<UNROLL>([&](int v) {
             if (d + v * W >= padded_dim) return;
-            vfloat x = load(keys[i] + j * key_stride + d + v * W);
+            vfloat x = load(keys[i] + t * key_stride + d + v * W);
             product += x * load(query + d + v * W);
             if constexpr (SQUARES) square += x * x;
           });
-        products[i][j] = product;
-        if constexpr (SQUARES) squares[i][j] = square;
+        products[i][t] = product;
+        if constexpr (SQUARES) squares[i][t] = square;
       }
   }
 

@@ -82,7 +82,7 @@ struct Worker {
       }
     for (auto [index, output_element] : exact_sums) output.out[index] = output_element;
     for (int64_t r = 0; r < block.n_rows; ++r)
-      if (block.count[r] == 1.0f && !output.zero_weights[r] && std::isfinite(block.norm[r])) copy_only_value(r);
+      if (block.count[r] == 1.0f && !output.zero_weights[r] && std::isfinite(block.row_sum[r])) copy_only_value(r);
   }
 
   // The output of a row that sees one key: its value, without the rounding of log(e^v)

@@ -2,8 +2,9 @@
 // then dL/ds tile by tile. From dL/ds follow the gradients of queries, keys and bias, from A that
 // of the values. Short forms: dA for dL/dA, dS for dL/ds, and so on.
 //
-// With dropout dA_j is dO . v_j times the dropout factor. A is before dropout, except in
-// dV += A^T dO, where it is after.
+// G is the gradient of what the weights are multiplied to: dO, with LASER dL/d(A e^(V - M)). So
+// dA_j is G . v_j, with LASER G . e^(v_j - M). With dropout the dropout factor multiplies it. A is
+// before dropout, except in dV += A^T G, where it is after.
 //
 // With D_i = sum_j A_ij dA_ij, the delta of FlashAttention (0 where the normaliser is not l1), o_i
 // (threshold_on), and p, u as in row_block.h:
@@ -16,9 +17,9 @@
 // each phi lowers every u. dL/dp follows from dA_j/dp = A_j (log u_j - sum_k A_k log u_k): u does
 // not depend on p.
 //
-// LASER (gradients_laser.inl.h): dL/d(A e^(V - M)) = dO / (A e^(V - M)) takes the place of dO. For
-// an exact sum this quotient may overflow. There it is set to 0, so that dA_j lacks the columns
-// with an exact sum. Their part of A_j dA_j is finite. It is kept as the exact term
+// LASER (gradients_laser.inl.h): G = dO / (A e^(V - M)). For an exact sum this quotient may
+// overflow. There it is set to 0, so that dA_j lacks the columns with an exact sum. Their part of
+// A_j dA_j is finite. It is kept as the exact term
 //     X_j = sum_d dO_d A_j e^(v_jd - out_d)                       over the exact sums d of the row
 // and is added to A_j dA_j wherever that product occurs. The formulas above contain it, because
 // weight_scale is A_j / phi(s_j), and u_j^(p-1) / sum u^p is A_j / u_j:
@@ -54,7 +55,7 @@ class RowGradients {
   explicit RowGradients(const Params& params)
       : block(params, rows_per_block(params, /*backward=*/true)),
         output(block),
-        grad_out(BLOCK_Q * block.padded_value_dim),
+        incoming_grad(BLOCK_Q * block.padded_value_dim),
         grad_queries(BLOCK_Q * block.padded_dim),
         scaled_queries(BLOCK_Q * block.padded_dim),
         weights(params.reweighted ? 0 : BLOCK_Q * TILE_STRIDE),
@@ -92,7 +93,9 @@ class RowGradients {
 
  private:
   BlockOutput<Phi> output;
-  Buffer<float> grad_out;        // [BLOCK_Q, padded_value_dim], dL/dO; with LASER dL/d(A e^(V - M))
+  // [BLOCK_Q, padded_value_dim], G, the gradient of what the weights are multiplied to: dO. With
+  // LASER dO at first, and dL/d(A e^(V - M)) once laser_backward() has run
+  Buffer<float> incoming_grad;
   Buffer<float> grad_queries;    // [BLOCK_Q, padded_dim]
   Buffer<float> scaled_queries;  // [BLOCK_Q, padded_dim], c Q: for the gradients of keys
   Buffer<float> weights;         // [BLOCK_Q, TILE_STRIDE], A after dropout; without re-weighting
@@ -146,22 +149,23 @@ class RowGradients {
         scaled_queries[r * width + d] = block.queries[r * width + d] * block.score_scale[r];
   }
 
-  // Reads dO and clears the rows' sums. Fully masked rows pass no gradient: their dO is 0.
+  // Reads dO into incoming_grad and clears the rows' sums. Fully masked rows pass no gradient:
+  // their dO is 0.
   void read_grad_out(const GradientTensors& grads) {
     const Params& params = block.params;
     for (int64_t r = 0; r < block.padded_rows(); ++r) {
-      float* row = grad_out + r * block.padded_value_dim;
+      float* row = incoming_grad + r * block.padded_value_dim;
       std::fill(row, row + block.padded_value_dim, 0.0f);
       if (r < block.n_rows && !block.fully_masked[r])
         read_row(grads.grad_out, params.dtype, block.batch_index, block.query_head, block.start_q + r, params.value_dim,
                  row);
       delta[r] = power_over_sum[r] = mean_term[r] = grad_power[r] = 0.0f;
     }
-    // Where a row sees a non-finite value, that column passes no gradient. This holds even in
-    // decoding, where the output stays finite if no live key has the non-finite value.
+    // Where a row sees a non-finite value, that column passes no gradient. This holds even where
+    // decoding has left the output finite, because no live key has the non-finite value.
     for (auto [key, d] : block.key_data->nonfinite_values)
       for (int64_t r = 0; r < block.n_rows; ++r)
-        if (block.sees(r, key)) grad_out[r * block.padded_value_dim + d] = 0.0f;
+        if (block.sees(r, key)) incoming_grad[r * block.padded_value_dim + d] = 0.0f;
   }
 
   // Whether one key has all the weight of a row, whatever its score. The gradient of that score is
@@ -236,10 +240,9 @@ class RowGradients {
     }
   }
 
-  // dK += dS^T (c Q). Without re-weighting also dV += A^T dO; with LASER dV += (A^T G) * e^(V - M),
-  // G = dL/d(A e^(V - M)), which is in grad_out. Re-weighted rows have added their dV already
-  // (listed_grad_scores()). For the n keys of a tile, MR at a time and then one by one: to_keys [n,
-  // padded_dim], to_values [n, padded_value_dim].
+  // dK += dS^T (c Q). Without re-weighting also dV += A^T G; with LASER dV += (A^T G) * e^(V - M).
+  // Re-weighted rows have added their dV already (listed_grad_scores()). For the n keys of a tile,
+  // MR at a time and then one by one: to_keys [n, padded_dim], to_values [n, padded_value_dim].
   void add_key_gradients(int64_t start_k, int64_t n, float* to_keys, float* to_values, RowView shifted_exp_values) {
     int64_t width = block.padded_dim, padded_value_dim = block.padded_value_dim;
     bool laser = block.params.laser;
@@ -256,8 +259,8 @@ class RowGradients {
                          width, to_keys + t * width, /*add=*/true);
       if (block.params.reweighted) continue;
       float* to = laser ? grad_shifted_exp_values + t * padded_value_dim : to_values + t * padded_value_dim;
-      transposed_product(n_keys, weights + begin_row * TILE_STRIDE + t, depth, grad_out + begin_row * padded_value_dim,
-                         padded_value_dim, to, /*add=*/!laser);
+      transposed_product(n_keys, weights + begin_row * TILE_STRIDE + t, depth,
+                         incoming_grad + begin_row * padded_value_dim, padded_value_dim, to, /*add=*/!laser);
       if (laser) add_shifted_exp_gradients(t, n_keys, shifted_exp_values, to_values);
     }
   }

@@ -10,7 +10,7 @@ namespace softfocus {
 template <typename Phi>
 inline void RowGradients<Phi>::compute_dense_grad_weights() {
   const Params& params = block.params;
-  // Sums of phi dA, or of A dA where the norm is outside its safe range (norm_in_safe_range()).
+  // Sums of phi dA, or of A dA where row_sum is outside its safe range (row_sum_in_safe_range()).
   // At the end weight_scale multiplies the former.
   vfloat delta_sum[BLOCK_Q];       // over at most TILES_PER_SUM tiles, lane-wise
   DoubleSum delta_total[BLOCK_Q];  // over all tiles
@@ -28,8 +28,8 @@ inline void RowGradients<Phi>::compute_dense_grad_weights() {
         KeyRange keys = block.strip_range(r, start_panel, PANEL);
         if (keys.empty()) continue;
         const float* columns = panels + (start_panel - start_k) * params.value_dim + (keys.begin - start_panel);
-        panel_dots<MR>(keys.vectors(), params.value_dim, grad_out + r * block.padded_value_dim, block.padded_value_dim,
-                       columns, grad_weights_row(r, start_k) + keys.begin, BLOCK_K);
+        panel_dots<MR>(keys.vectors(), params.value_dim, incoming_grad + r * block.padded_value_dim,
+                       block.padded_value_dim, columns, grad_weights_row(r, start_k) + keys.begin, BLOCK_K);
         for (int64_t i = r; i < std::min(r + MR, block.n_rows); ++i) {
           if (params.drop_below) block.apply_dropout(i, keys, grad_weights_row(i, start_k) + keys.begin);
           if (params.normaliser == L1) add_delta_terms(i, start_k, keys, delta_sum[i], n_positive[i]);
@@ -41,7 +41,7 @@ inline void RowGradients<Phi>::compute_dense_grad_weights() {
   if (params.normaliser != L1) return;
   for (int64_t r = 0; r < block.n_rows; ++r) {
     delta_total[r].add(delta_sum[r]);
-    delta[r] = float(delta_total[r].total()) * (block.norm_in_safe_range(r) ? block.weight_scale[r] : 1.0f);
+    delta[r] = float(delta_total[r].total()) * (block.row_sum_in_safe_range(r) ? block.weight_scale[r] : 1.0f);
     // Where phi underflows, this count misses keys. laser_backward() has counted them by log u.
     if (!has_exact[r]) single_key[r] = Phi::has_zeros && reduce_sum(n_positive[r]) == 1.0f;
     double exact_delta = 0.0;  // sum of exact_terms
@@ -57,10 +57,10 @@ template <typename Phi>
 __attribute__((always_inline)) inline void RowGradients<Phi>::add_delta_terms(int64_t r, int64_t start_k, KeyRange keys,
                                                                               vfloat& delta_sum, vfloat& n_positive) {
   const float *stored = block.tile_row(r, start_k), *da = grad_weights_row(r, start_k);
-  bool take_phi = block.norm_in_safe_range(r);
+  bool take_phi = block.row_sum_in_safe_range(r);
   block.with_row_phi(r, [&](auto phi) {
     for (int64_t j = keys.begin; j < keys.end; j += W) {
-      vfloat f = phi.value(load(stored + j));
+      vfloat f = phi.of_stored(load(stored + j));
       vfloat term = (take_phi ? f : f * block.weight_scale[r]) * load(da + j);
       // dA of a key that the row does not see may overflow.
       delta_sum += f == 0.0f ? vfloat{} : term;
@@ -121,7 +121,7 @@ inline void RowGradients<Phi>::dense_grad_scores(int64_t r, int64_t start_k) {
       constexpr int N = decltype(n_vectors)::value;
       vfloat x[N], f[N];
       unroll<N>([&](int i) { x[i] = load(stored + first + i * W); });
-      unroll<N>([&](int i) { f[i] = phi.value(x[i]); });
+      unroll<N>([&](int i) { f[i] = phi.of_stored(x[i]); });
       phi.derivative(x);  // x is phi'(s) from here on
       unroll<N>([&](int i) {
         int64_t j = first + i * W;

@@ -8,13 +8,13 @@ namespace softfocus {
 
 // Computes the output again. An exact sum gives key j the share w_j = A_j e^(v_j - out). The
 // function adds dO w_j to grad_values, where it is dL/dv_j, and to exact_terms (X_j), and sets that
-// element of grad_out to 0.
-// For the other outputs it turns grad_out into dL/d(A e^(V - M)), which the matrix products use.
+// element of incoming_grad to 0. For the other outputs it turns incoming_grad from dO into
+// G = dL/d(A e^(V - M)), which the matrix products use.
 template <typename Phi>
 inline void RowGradients<Phi>::laser_backward(float* grad_values) {
   const Params& params = block.params;
   output.compute(block);
-  std::vector<int64_t> exact_indices;  // into grad_out
+  std::vector<int64_t> exact_indices;  // into incoming_grad
   output.each_exact_sum(block, [&](int64_t r, int64_t d, const WeightedKeys& keys, const float* log_u) {
     float* row = exact_terms + r * block.row_stride;
     if (!has_exact[r]) {
@@ -24,7 +24,7 @@ inline void RowGradients<Phi>::laser_backward(float* grad_values) {
     }
     has_exact[r] = true;
     exact_indices.push_back(r * block.padded_value_dim + d);
-    float grad = grad_out[r * block.padded_value_dim + d];
+    float grad = incoming_grad[r * block.padded_value_dim + d];
     if (grad == 0.0f) return;
     auto term = [&](int64_t i) { return keys.log_weights[i] + block.value_at(block.key_begin + keys.offsets[i], d); };
     double log_sum = log_sum_exp(keys.size(), term);
@@ -38,13 +38,13 @@ inline void RowGradients<Phi>::laser_backward(float* grad_values) {
   });
   for (int64_t r = 0; r < block.n_rows; ++r)
     for (int64_t d = 0; d < params.value_dim; ++d) {
-      float& g = grad_out[r * block.padded_value_dim + d];
+      float& g = incoming_grad[r * block.padded_value_dim + d];
       float sum = output.out[r * block.padded_value_dim + d];  // A e^(V - M)
       // 0 where dO is 0, where the row has no weights, and where the sum is NaN. The last is a
       // non-finite row: its dL/ds is NaN whatever g is.
       g = output.zero_weights[r] || g == 0.0f || std::isnan(sum) ? 0.0f : g / sum;
     }
-  for (int64_t index : exact_indices) grad_out[index] = 0.0f;
+  for (int64_t index : exact_indices) incoming_grad[index] = 0.0f;
 }
 
 }  // namespace softfocus

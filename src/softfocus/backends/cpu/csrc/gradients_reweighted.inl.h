@@ -33,7 +33,7 @@ inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors
         int64_t start = list_start[list_index(r, start_k)], n = list_length[list_index(r, start_k)];
         float* da = grad_weights_of_lists() + start;
         if (block.has_next_tile(start_k)) prefetch_next_tile(v.data, v.stride, r, block.padded_value_dim);
-        listed_dots(grad_out + r * block.padded_value_dim, block.padded_value_dim, n, list_keys + start, v, da);
+        listed_dots(incoming_grad + r * block.padded_value_dim, block.padded_value_dim, n, list_keys + start, v, da);
         add_to_row_sums<DROPOUT>(block.power[r], list_u + start, n, with_log, da, sums[r]);
       }
     }
@@ -78,12 +78,13 @@ inline void RowGradients<Phi>::finish_listed_row(int64_t r, const RowSums& sum, 
          delta_i = power_sum == 0.0 ? 0.0 : sum.u_p_da.total() / power_sum;
   if (!has_exact[r]) single_key[r] = sum.n_live == 1;  // else laser_backward() has set it
   precise_inverse_power_sum[r] = power_sum == 0.0 ? 1.0f : float(1.0 / power_sum);
-  if (!std::isfinite(block.norm[r])) precise_inverse_power_sum[r] = std::numeric_limits<float>::quiet_NaN();
+  if (!std::isfinite(block.row_sum[r])) precise_inverse_power_sum[r] = std::numeric_limits<float>::quiet_NaN();
   double exact_over_u = 0.0;  // sum_j X_j / u_j
   if (has_exact[r]) add_exact_terms(r, delta_i, exact_over_u);
   delta[r] = float(delta_i);
   delta_error[r] = float(delta_i - delta[r]);
-  // Such a row has dS = 0 and dL/dp = 0: power_over_sum, mean_term and grad_power stay 0.
+  // Where one key has all the weight, dS and dL/dp are 0: power_over_sum, mean_term and grad_power
+  // stay 0.
   if (constant_weights(r)) return;
   power_over_sum[r] = power * precise_inverse_power_sum[r];
   // sum_j g_j; the exact term's part of g_j is p X_j / u_j
@@ -101,8 +102,8 @@ template <typename Phi>
 inline float RowGradients<Phi>::u_at(int64_t r, int64_t j) const {
   int64_t vector_begin = j / W * W;
   vfloat f;
-  block.with_row_phi(r,
-                     [&](auto phi) { f = phi.value(load(block.tile_row(r, j / BLOCK_K * BLOCK_K) + vector_begin)); });
+  block.with_row_phi(
+      r, [&](auto phi) { f = phi.of_stored(load(block.tile_row(r, j / BLOCK_K * BLOCK_K) + vector_begin)); });
   return block.phi_to_u(r)(f)[j - vector_begin];
 }
 
@@ -118,7 +119,7 @@ inline void RowGradients<Phi>::add_exact_terms(int64_t r, double& delta_i, doubl
     }
 }
 
-// Computes dL/ds of a tile; adds A^T dO to grad_values [n, padded_value_dim], the rows of its n
+// Computes dL/ds of a tile; adds A^T G to grad_values [n, padded_value_dim], the rows of its n
 // keys. v is e^(V - M), read with LASER only. LISTS rows are scattered before any of them is read:
 // a vector load right after scalar stores to the same addresses stalls until the stores have left
 // the store buffer (store forwarding fails).
@@ -139,7 +140,7 @@ inline vfloat RowGradients<Phi>::dropout_factor(vfloat u) const {
 }
 
 // Writes the live keys' part of dL/dphi of a row, g * inverse_spread, to grad_scores; 0 elsewhere.
-// Adds A dO to grad_values, with LASER times v.
+// Adds A G to grad_values, with LASER times v.
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowView v, float* grad_values) {
@@ -168,9 +169,9 @@ inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowV
   });
   for (int64_t e = 0; e < n; ++e) to[key[e]] = grad_phi[e];
   if (block.params.laser)
-    scatter_add</*LASER=*/true>(grad_out + r * width, width, n, key, a, v, grad_values);
+    scatter_add</*LASER=*/true>(incoming_grad + r * width, width, n, key, a, v, grad_values);
   else
-    scatter_add</*LASER=*/false>(grad_out + r * width, width, n, key, a, v, grad_values);
+    scatter_add</*LASER=*/false>(incoming_grad + r * width, width, n, key, a, v, grad_values);
 }
 
 // Turns g * inverse_spread of a row into dL/ds: adds mean_term, multiplies by phi'(s), adds the
@@ -200,7 +201,7 @@ inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k
           // d log u / ds is phi' / (phi - threshold). Without a threshold it is phi' / phi, which
           // log_derivative() gives even where phi underflows.
           vfloat stored_j = load(stored + j), log_derivative = phi.log_derivative(stored_j);
-          if (block.threshold[r] != 0.0f) log_derivative = x[i] / (phi.value(stored_j) - block.threshold[r]);
+          if (block.threshold[r] != 0.0f) log_derivative = x[i] / (phi.of_stored(stored_j) - block.threshold[r]);
           grad_s += term == 0.0f ? vfloat{} : term * (block.power[r] * log_derivative);
         }
         store(ds + (j - start_k), grad_s);

@@ -80,7 +80,9 @@ class Pool {
   };
   static constexpr int64_t HUGE_PAGE = 2 << 20;
   static constexpr int64_t CAPACITY = SOFTFOCUS_POOL_BYTES;
-  static constexpr int64_t SLOTS = 64;  // the backward's buffers of two threads, some 30 each
+  // The backward's buffers of two threads, some 30 each: chosen, not measured. With more threads
+  // the ring wraps around: the oldest pieces are freed, and the next call allocates them again.
+  static constexpr int64_t SLOTS = 64;
   static Pool& instance() {
     static Pool* pool = make();
     return *pool;

@@ -59,12 +59,12 @@ class BlockOutput {
         if (has_weight[r]) sees_large[r * params.value_dim + d] = 1;
     }
     for (int64_t r = 0; r < block.n_rows; ++r) {
-      if (zero_weights[r] || !std::isfinite(block.norm[r])) continue;
+      if (zero_weights[r] || !std::isfinite(block.row_sum[r])) continue;
       bool ready = false;
-      // A phi below 1e-38 underflows. Relative to norm that is a weight of 1e-38 / norm, so the
-      // limit grows as 1 / norm. Re-weighted rows need no such factor: their largest u^p is 1, in
+      // A phi below 1e-38 underflows. That is a weight of 1e-38 / row_sum, so the limit grows as
+      // 1 / row_sum. Re-weighted rows need no such factor: their largest u^p is 1, in
       // tied rows from 1 to 2.
-      float smallest_sum = params.reweighted ? SMALL_SUM : SMALL_SUM / std::min(block.norm[r], 1.0f);
+      float smallest_sum = params.reweighted ? SMALL_SUM : SMALL_SUM / std::min(block.row_sum[r], 1.0f);
       for (int64_t d = 0; d < params.value_dim; ++d) {
         if (!sees_large[r * params.value_dim + d] && !(out[r * block.padded_value_dim + d] < smallest_sum)) continue;
         if (!ready) {
@@ -95,7 +95,8 @@ class BlockOutput {
     std::fill(out + 0, out + block.padded_rows() * block.padded_value_dim, 0.0f);
     float power_sum[BLOCK_Q] = {};  // sum u^p of re-weighted rows
     if (params.laser) column_shift.choose(block, value_scratch);
-    // In decoding only the values of live keys are read, except with LASER, whose shift needs all.
+    // In decoding (the forward of a call of at most DECODE_QUERIES queries) only the values of live
+    // keys are read, except with LASER, whose shift needs all.
     if (params.reweighted && !params.laser && !block.key_data->packed)
       with_element(params.dtype, [&](auto element) {
         for (int64_t r = 0; r < block.n_rows; ++r) power_sum[r] = add_live_values<DROPOUT, decltype(element)>(block, r);
@@ -145,7 +146,8 @@ class BlockOutput {
     });
   }
 
-  // In decoding a query head reads each value once, and therefore in place, in every dtype.
+  // In decoding a query head reads each value once, and therefore in place, in every dtype. The
+  // backward of such a call packs the values.
   static bool values_in_place(const RowBlock<Phi>& block) {
     const Params& params = block.params;
     return !block.key_data->packed && !params.laser && block.key_data->nonfinite_values.empty() &&
@@ -188,7 +190,7 @@ class BlockOutput {
     vfloat scale = splat(block.reads_stored_as_weights(r) ? 1.0f : block.weight_scale[r]);
     block.with_row_phi(r, [&](auto phi) {
       for (int64_t t = 0; t < keys.end - keys.begin; t += W)
-        store(row_weights + t, phi.value(load(stored + t)) * scale);
+        store(row_weights + t, phi.of_stored(load(stored + t)) * scale);
     });
     if (block.params.drop_below) block.apply_dropout(r, keys, row_weights);
   }
@@ -203,7 +205,7 @@ class BlockOutput {
     float factor = 1.0f;
     inverse_power_sum[r] = power_sum == 0.0f ? 1.0f : 1.0f / power_sum;
     zero_weights[r] = block.params.normaliser == L1 && block.log_norm[r] == -INF;
-    if (block.params.reweighted && !std::isfinite(block.norm[r]))
+    if (block.params.reweighted && !std::isfinite(block.row_sum[r]))
       factor = std::numeric_limits<float>::quiet_NaN();  // u and its sum may be finite
     else if (block.params.reweighted)
       factor = inverse_power_sum[r] * block.dropout.keep_scale;

@@ -39,7 +39,8 @@ struct KeyHeadData {
   std::vector<ValueIndex> nonfinite_values;
   std::vector<ValueIndex> large_values;  // above LARGE_VALUE (laser.h), for LASER
   bool any_nonfinite_key = false;
-  bool packed = false;  // false in decoding, which packs neither keys nor values
+  // False in decoding, which packs neither keys nor values; true in the backward of the same call
+  bool packed = false;
 
   // A backward without re-weighting reads panels (compute_dense_grad_weights()).
   static bool needs_value_panels(const Params& params, bool backward) { return backward && !params.reweighted; }
@@ -86,7 +87,7 @@ inline void transpose_rows(const float* rows, int64_t row_stride, int64_t width,
       transpose_square(rows + d, row_stride, panel + d * PANEL, PANEL);
     } else {
       for (int64_t e = d; e < width; ++e)
-        for (int64_t j = 0; j < W; ++j) panel[e * PANEL + j] = rows[j * row_stride + e];
+        for (int64_t t = 0; t < W; ++t) panel[e * PANEL + t] = rows[t * row_stride + e];
     }
   }
 }
@@ -101,9 +102,9 @@ inline void pack_keys(const Params& params, KeyHeadData& key_data, int64_t b, in
   Buffer<float> rows(W * width);                       // [W, D]
   Buffer<bfloat16> amx_rows(amx ? W * amx_width : 0);  // [W, amx_width]
   for (int64_t first = start; first < round_up(stop, PANEL); first += W) {
-    for (int64_t j = 0; j < W; ++j) {
-      int64_t key = first + j;
-      float* row = rows + j * width;
+    for (int64_t t = 0; t < W; ++t) {
+      int64_t key = first + t;
+      float* row = rows + t * width;
       key_data.key_rnorm[key] = 1.0f;
       key_data.key_nonfinite[key] = 0;
       if (key >= stop)
@@ -115,7 +116,7 @@ inline void pack_keys(const Params& params, KeyHeadData& key_data, int64_t b, in
         key_data.key_rnorm[key] = 0.0f;
         std::fill(row, row + width, 0.0f);
       }
-      if (amx) key_data.key_dot_factor[key] = pack_amx_row(row, width, params.cosine, amx_rows + j * amx_width);
+      if (amx) key_data.key_dot_factor[key] = pack_amx_row(row, width, params.cosine, amx_rows + t * amx_width);
       if (params.cosine && key < stop && !key_data.key_nonfinite[key])
         key_data.key_rnorm[key] = l2_normalise(row, width);
     }
@@ -138,9 +139,9 @@ inline void pack_values(const Params& params, KeyHeadData& key_data, int64_t b, 
       params.dtype == FLOAT32 && params.value.stride[3] == 1 && !panels && !key_data.value_rows && !key_data.exp_values;
   for (int64_t first = start; first < round_up(stop, PANEL); first += W) {
     if (!panels && first >= stop) break;
-    for (int64_t j = 0; j < W; ++j) {
-      int64_t key = first + j;
-      float* row = rows + j * stride;
+    for (int64_t t = 0; t < W; ++t) {
+      int64_t key = first + t;
+      float* row = rows + t * stride;
       if (search_in_place && key < stop && all_finite(row_pointer(params.value, b, key_head, key), width)) continue;
       std::fill(row, row + stride, 0.0f);
       if (key >= stop) continue;
@@ -169,7 +170,7 @@ struct RowView {
 
 // The values [start, stop): in place if they can be read there, else in value_rows, or copied to
 // `scratch` [stop - start, Dv in whole vectors]. If nonfinite_values lists an element of the head,
-// no rows are read in place, and non-finite elements are 0. The first pass of a decoding call
+// no rows are read in place, and non-finite elements are 0. The first pass of decoding
 // without LASER has no list yet: it reads values as given. Padding is 0.
 inline RowView view_values(const Params& params, const KeyHeadData& key_data, int64_t b, int64_t key_head,
                            int64_t start, int64_t stop, float* scratch) {

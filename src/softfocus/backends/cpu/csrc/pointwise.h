@@ -15,9 +15,10 @@ constexpr float MIN_NORMAL = std::numeric_limits<float>::min();
 
 // What every phi has. `to_stored` and `derivative` also have forms that convert N vectors in place.
 //     to_stored(s)          the stored form of a score
-//     value(stored)         phi(s)
+//     of_stored(stored)     phi(s)
 //     derivative(stored)    phi'(s)
-// Where e^(s - m) is stored, value, derivative and norm carry e^-m, which cancels in the weights.
+// Where e^(s - m) is stored, of_stored(), derivative() and row_sum carry e^-m, which cancels in the
+// weights.
 // For LASER, accurate even where phi(s) itself underflows:
 //     log_value(s)               log phi(s), from the score; -inf where phi(s) is 0
 //     log_derivative(stored)     phi'(s) / phi(s); finite also where phi(s) is 0
@@ -31,14 +32,16 @@ struct Pointwise {
   static constexpr bool has_zeros = false;
   // to_stored() and log_value() give the same for the stored form as for s: LASER needs no s again
   static constexpr bool stored_stands_for_score = false;
-  // Stored for a key that the row does not see: its value and its derivative must be exactly 0
+  // Stored for a key that the row does not see. phi and its derivative from it must be exactly 0.
+  // It must equal to_stored(-inf): compute_log_u() converts scores again that are -inf where
+  // masked.
   static constexpr float stored_masked = 0.0f;
   static vfloat to_stored(vfloat s) { return s; }
-  static vfloat value(vfloat stored) { return stored; }
+  static vfloat of_stored(vfloat stored) { return stored; }
   // For a phi with an exponential tail. Every other phi defines its own.
   static vfloat log_value(vfloat s) {
     static_assert(Phi::has_exp_tail, "log phi(s) is s below EXP_TAIL only with an exponential tail");
-    return s < EXP_TAIL ? s : logarithm(Phi::value(Phi::to_stored(s)));
+    return s < EXP_TAIL ? s : logarithm(Phi::of_stored(Phi::to_stored(s)));
   }
   template <int N>
   __attribute__((always_inline)) static void to_stored(vfloat (&s)[N]) {
@@ -91,7 +94,7 @@ struct Sigmoid : Pointwise<Sigmoid> {
   static constexpr bool has_exp_tail = true;
   static constexpr float stored_masked = -INF;
   static constexpr bool stored_stands_for_score = true;
-  static vfloat value(vfloat s) {
+  static vfloat of_stored(vfloat s) {
     vfloat e = exp_negative(-absolute(s));
     return (s < 0.0f ? e : splat(1.0f)) / (1.0f + e);
   }
@@ -118,7 +121,7 @@ struct Relu2 : Pointwise<Relu2> {  // relu(s)^2; relu(s) is stored
   using Pointwise::to_stored, Pointwise::derivative;
   static constexpr bool has_zeros = true, stored_stands_for_score = true;
   static vfloat to_stored(vfloat s) { return relu(s); }
-  static vfloat value(vfloat stored) { return stored * stored; }
+  static vfloat of_stored(vfloat stored) { return stored * stored; }
   static vfloat derivative(vfloat stored) { return 2.0f * stored; }
   static vfloat log_derivative(vfloat stored) { return 2.0f * Relu::log_derivative(stored); }
   static vfloat log_value(vfloat s) { return 2.0f * Relu::log_value(s); }

@@ -5,13 +5,13 @@
 // Scores are computed tile by tile and stored in the form that phi needs (pointwise.h). The block
 // holds whole rows, so that no reduction needs an online correction. Every mechanism takes three
 // steps: scores, row statistics, weights. In each row
-//     A_j = value(stored_j) * weight_scale      or, re-weighted,
-//     u_j = (value(stored_j) - threshold) * inverse_spread
+//     A_j = of_stored(stored_j) * weight_scale      or, re-weighted,
+//     u_j = (of_stored(stored_j) - threshold) * inverse_spread
 //     A_j = u_j^p / sum u^p  where u_j > live_threshold, else 0
 // A tied row is computed as a re-weighted row with threshold 0 and p = 1, so that it keeps its l1
 // weights. Its inverse_spread is the power of two that brings its largest u into [1, 2); a power of
-// two rounds no weight. A non-finite row, whose norm is NaN or infinite, has threshold 0, p = 1 and
-// inverse_spread 1. A row without weights (MIN_ROW_SUM) has inverse_spread 0: all its u are 0.
+// two rounds no weight. A non-finite row, whose row_sum is NaN or infinite, has threshold 0, p = 1
+// and inverse_spread 1. A row without weights (MIN_ROW_SUM) has inverse_spread 0: all its u are 0.
 #pragma once
 
 #include <algorithm>
@@ -28,17 +28,18 @@
 
 namespace softfocus {
 
-// With the l1 norm, a row whose `norm` is below this has no weights, and its u and sum u^p are 0.
+// With the l1 norm, a row whose `row_sum` is below this has no weights, and its u and sum u^p are
+// 0.
 //
-// A row with weights that is not tied has a spread of at least TIE_TOLERANCE * norm / N, so that
+// A row with weights that is not tied has a spread of at least TIE_TOLERANCE * row_sum / N, so that
 // inverse_spread is finite for N up to 5e8. Its largest u is 1, that of a tied row is in [1, 2).
 // sum u^p is at least 1, unless p is above some 1e8.
 constexpr float MIN_ROW_SUM = 1e-25f;
-// If a row's norm is between these, sums over the row may take phi in place of the weights, and
+// If row_sum is between these, sums over the row may take phi in place of the weights, and
 // weight_scale multiplies the sum. Otherwise phi times a number could overflow or underflow where
-// the weight times that number does not. Chosen, not measured. Norms of exp are from 1 to N, those
-// of softplus above 2e-9, where e^(s - m) is not stored.
-constexpr float SMALL_NORM = 1e-9f, LARGE_NORM = 1e9f;
+// the weight times that number does not. Chosen, not measured. Row sums of exp are from 1 to N,
+// those of softplus above 2e-9, where e^(s - m) is not stored.
+constexpr float SMALL_ROW_SUM = 1e-9f, LARGE_ROW_SUM = 1e9f;
 // Integer powers up to this are computed by squaring. Its own error is at most p units in the last
 // place; at p = 31 it was five. The rounding of u adds about p units whatever the method, thirty at
 // p = 31 (docs/performance.md). The limit itself is chosen, not measured.
@@ -127,13 +128,13 @@ class RowBlock : public BlockVisibility {
   float dot_scale[BLOCK_Q];    // score_scale; where uses_amx(), times what pack_amx_row() returned
   float row_bias[BLOCK_Q];     // b_i
   float query_rnorm[BLOCK_Q];  // what l2_normalise() returned; 1 without cosine similarity
-  // maximum is m_i: NaN where norm is NaN, -inf in a fully masked row.
-  // norm is the sum of value(stored): Z_i, or Z_i e^(-m_i) where e^(s - m) is stored. log_norm is
-  // log Z_i, whatever is stored. In a row without weights (MIN_ROW_SUM) norm is 1 and log_norm
-  // -inf; in a fully masked row norm is 0 and log_norm -inf.
-  float maximum[BLOCK_Q], norm[BLOCK_Q], log_norm[BLOCK_Q], peak[BLOCK_Q];
-  // 1 / norm, or the normaliser's row_factor; 0 in rows that are fully masked or without weights,
-  // NaN in non-finite rows with the l1 norm
+  // maximum is m_i: NaN where row_sum is NaN, -inf in a fully masked row.
+  // row_sum is the sum of of_stored(stored): Z_i, or Z_i e^(-m_i) where e^(s - m) is stored.
+  // log_norm is log Z_i, whatever is stored. In a row without weights (MIN_ROW_SUM) row_sum is 1
+  // and log_norm -inf; in a fully masked row row_sum is 0 and log_norm -inf.
+  float maximum[BLOCK_Q], row_sum[BLOCK_Q], log_norm[BLOCK_Q], peak[BLOCK_Q];
+  // 1 / row_sum, or the normaliser's row_factor; 0 in rows that are fully masked or without
+  // weights, NaN in non-finite rows with the l1 norm
   float weight_scale[BLOCK_Q];
   // Without re-weighting threshold is 0, and inverse_spread and power are 1; but inverse_spread is
   // 0 in a row without weights
@@ -193,7 +194,7 @@ class RowBlock : public BlockVisibility {
     return tile_row(r, start_k) + start_k + max_rows * BLOCK_K;
   }
 
-  // Calls f(phi) with the phi that turns a row's stored scores into values.
+  // Calls f(phi) with the Phi that turns a row's stored scores into phi(s), or phi(s) e^-m.
   template <typename F>
   void with_row_phi(int64_t r, F&& f) const {
     if constexpr (Phi::has_exp_tail)
@@ -201,18 +202,18 @@ class RowBlock : public BlockVisibility {
     f(Phi{});
   }
 
-  // With the l1 norm: whether sums over a row may take phi in place of the weights (SMALL_NORM)
-  bool norm_in_safe_range(int64_t r) const { return norm[r] >= SMALL_NORM && norm[r] <= LARGE_NORM; }
+  // With the l1 norm: whether sums over a row may take phi in place of the weights (SMALL_ROW_SUM)
+  bool row_sum_in_safe_range(int64_t r) const { return row_sum[r] >= SMALL_ROW_SUM && row_sum[r] <= LARGE_ROW_SUM; }
 
   // For rows without re-weighting: whether the products read the stored scores of a row in place of
   // its weights; weight_scale then multiplies the output. exp, and softplus in rows whose scores
   // are all below EXP_TAIL, store e^(s - m). Other rows of softplus store phi. relu and relu6 store
-  // phi, too, but their products read weights: chosen, not measured. A fully masked row has norm 0,
-  // outside the safe range, but stores zeros. It counts as one that reads stored scores, so that it
-  // does not force the copy on its strip (fill_weights()).
+  // phi, too, but their products read weights: chosen, not measured. A fully masked row has row_sum
+  // 0, outside the safe range, but stores zeros. It counts as one that reads stored scores, so that
+  // it does not force the copy on its strip (fill_weights()).
   bool reads_stored_as_weights(int64_t r) const {
     return !params.drop_below && params.normaliser == L1 &&
-           (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>) && (norm_in_safe_range(r) || fully_masked[r]);
+           (std::is_same_v<Phi, Exp> || std::is_same_v<Phi, Softplus>) && (row_sum_in_safe_range(r) || fully_masked[r]);
   }
 
   // One element of V, 0 where non-finite
@@ -264,13 +265,14 @@ class RowBlock : public BlockVisibility {
     KeyRange strip_keys = strip_range(r, start_k);
     const float* row = tile_row(r, start_k);
     // Prefetches this row of the next tile into the second-level cache: it is used one tile later.
-    for (int64_t j = 0; j < BLOCK_K; j += LINE_FLOATS) __builtin_prefetch(next_tile_row(r, start_k) + j, 0, 2);
+    for (int64_t element = 0; element < BLOCK_K; element += LINE_FLOATS)
+      __builtin_prefetch(next_tile_row(r, start_k) + element, 0, 2);
     vfloat limit = splat(live_threshold[r]);
     auto to_u = phi_to_u(r);
     with_row_phi(r, [&](auto phi) {
       vint key = lane_index() + int32_t(strip_keys.begin - start_k);
       for (int64_t j = strip_keys.begin; j < strip_keys.end; j += W, key += W) {
-        vfloat x = to_u(phi.value(load(row + j)));
+        vfloat x = to_u(phi.of_stored(load(row + j)));
 #if defined(__AVX512F__)
         __mmask16 live = _mm512_cmp_ps_mask((__m512)x, (__m512)limit, _CMP_NLE_UQ);  // true for NaN
         if constexpr (DROPOUT) x = dropout.dropped(r, j) ? -x : x;

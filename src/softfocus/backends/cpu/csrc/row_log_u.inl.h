@@ -1,5 +1,6 @@
 // Part of class RowBlock; included by row_block.h. Logarithms of u, for LASER's exact sums. Without
-// re-weighting u is the value of the stored score; in a tied row u is that times a power of two.
+// re-weighting u is what of_stored() gives, phi(s) or phi(s) e^-m; in a tied row u is that times a
+// power of two.
 #pragma once
 
 #include "row_block.h"
@@ -23,11 +24,11 @@ inline void RowBlock<Phi>::compute_log_u(int64_t r, float* row_log_u) {
   if (threshold[r] != 0.0f) return each_vector([&](vfloat x) { return log_u_of_stored(r, x); });
   auto from_score = [&](vfloat s) { return log_u_of_score(r, s); };
   if (Phi::stored_stands_for_score && !exp_tail[r]) return each_vector(from_score);
-  float kept_norm = norm[r], kept_maximum = maximum[r];
+  float kept_row_sum = row_sum[r], kept_maximum = maximum[r];
   compute_scores(r, r + 1, /*keep_scores=*/true);
-  norm[r] = kept_norm, maximum[r] = kept_maximum;
+  row_sum[r] = kept_row_sum, maximum[r] = kept_maximum;
   each_vector(from_score);
-  // Sets the same norm and log_norm again: the row is finite and has weights (each_exact_sum())
+  // Sets the same row_sum and log_norm again: the row is finite and has weights (each_exact_sum())
   if (stores_exp_minus_max(r)) return exponentiate_row(r);
   each_tile([&](int64_t start_k) {
     KeyRange strip_keys = strip_range(r, start_k);
@@ -51,7 +52,7 @@ inline bool RowBlock<Phi>::has_weight(int64_t r, int64_t key) const {
 template <typename Phi>
 inline vfloat RowBlock<Phi>::log_u_of_stored(int64_t r, vfloat stored_scores) const {
   vfloat y;
-  with_row_phi(r, [&](auto phi) { y = phi.value(stored_scores); });
+  with_row_phi(r, [&](auto phi) { y = phi.of_stored(stored_scores); });
   y = phi_to_u(r)(y);
   return y < MIN_NORMAL ? splat(-INF) : logarithm(y);
 }
@@ -62,7 +63,7 @@ inline vfloat RowBlock<Phi>::log_u_of_stored(int64_t r, vfloat stored_scores) co
 template <typename Phi>
 inline vfloat RowBlock<Phi>::log_u_of_score(int64_t r, vfloat s) const {
   if (stores_exp_minus_max(r)) return s - maximum[r];  // the largest phi and inverse_spread are 1
-  vfloat u = Phi::value(Phi::to_stored(s)) * inverse_spread[r], scale = splat(inverse_spread[r]);
+  vfloat u = Phi::of_stored(Phi::to_stored(s)) * inverse_spread[r], scale = splat(inverse_spread[r]);
   return u < SAFE_MIN ? Phi::log_value(s) + logarithm(scale) : logarithm(u);
 }
 

@@ -37,9 +37,9 @@ inline void RowBlock<Phi>::read_queries() {
   }
 }
 
-// Computes stored scores, norm and maximum of the rows [first_row, stop_row): all rows of the
+// Computes stored scores, row_sum and maximum of the rows [first_row, stop_row): all rows of the
 // block, or one row. With `keep_scores`, and where maximum_first, it stores s itself and sums
-// nothing: norm is 0 until exponentiate_row() or the caller sets it.
+// nothing: row_sum is 0 until exponentiate_row() or the caller sets it.
 template <typename Phi>
 inline void RowBlock<Phi>::compute_scores(int64_t first_row, int64_t stop_row, bool keep_scores) {
   DoubleSum totals[BLOCK_Q];
@@ -56,7 +56,7 @@ inline void RowBlock<Phi>::compute_scores(int64_t first_row, int64_t stop_row, b
     score_rows</*KEEP_SCORES=*/false>(first_row, stop_row, phi_sums, maxima, after_tile);
   for (int64_t r = first_row; r < stop_row; ++r) {
     totals[r].add(phi_sums[r]);
-    norm[r] = float(totals[r].total()), maximum[r] = reduce_max(maxima[r]);
+    row_sum[r] = float(totals[r].total()), maximum[r] = reduce_max(maxima[r]);
   }
 }
 
@@ -172,7 +172,7 @@ inline void RowBlock<Phi>::amx_tile_dots([[maybe_unused]] int64_t first_row, [[m
 // which is smaller than a block's scores.
 template <typename Phi>
 inline void RowBlock<Phi>::prefetch_strip(const float* to) {
-  for (int64_t j = 0; j < MR * BLOCK_K; j += LINE_FLOATS) __builtin_prefetch(to + j, 1, 2);
+  for (int64_t element = 0; element < MR * BLOCK_K; element += LINE_FLOATS) __builtin_prefetch(to + element, 1, 2);
 }
 
 // The part of a strip's range, in whole vectors, that the window lets all rows of the strip see.
@@ -210,7 +210,7 @@ inline void RowBlock<Phi>::convert_strip(int64_t r, int64_t start_k, KeyRange ra
     unroll<MR>([&](int i) { running_max[i] = max(x[i], running_max[i]); });
     if constexpr (!KEEP_SCORES) {
       Phi::to_stored(x);
-      unroll<MR>([&](int i) { phi_sum[i] += Phi::value(x[i]); });
+      unroll<MR>([&](int i) { phi_sum[i] += Phi::of_stored(x[i]); });
     }
     unroll<MR>([&](int i) { store(row + i * BLOCK_K + j, x[i]); });
   }
@@ -234,7 +234,7 @@ inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange rang
     // In decoding the dot product of a non-finite key is already NaN (DecodeDots).
     if (key_data->packed && key_data->any_nonfinite_key)
       s = widen(key_data->key_nonfinite + key_begin + j) != 0 ? nan : s;
-    vint key = lane_index() + int32_t(key_begin + j);
+    vint key = lane_index() + int32_t(key_begin + j);  // Lk < 2^31 (params.h)
     vint row_sees = (key >= int32_t(window_begin[r])) & (key < int32_t(window_end[r]));
     if (masks_given) row_sees &= widen(visible + r * row_stride + j) != 0;
     s = row_sees ? s : splat(-INF);
@@ -242,7 +242,7 @@ inline void RowBlock<Phi>::convert_row(int64_t r, int64_t start_k, KeyRange rang
     vfloat x = s;
     if constexpr (!KEEP_SCORES) {
       x = row_sees ? Phi::to_stored(s) : splat(Phi::stored_masked);
-      phi_sum += Phi::value(x);
+      phi_sum += Phi::of_stored(x);
     }
     store(row + j, x);
   }
@@ -264,7 +264,7 @@ inline vfloat RowBlock<Phi>::load_bias(int64_t r, int64_t j) const {
   return y == y ? y : splat(std::numeric_limits<float>::quiet_NaN());
 }
 
-// Turns the scores of a row, stored as such, into e^(s - m). Sets norm and log_norm.
+// Turns the scores of a row, stored as such, into e^(s - m). Sets row_sum and log_norm.
 template <typename Phi>
 inline void RowBlock<Phi>::exponentiate_row(int64_t r) {
   float row_max = maximum[r] == -INF ? 0.0f : maximum[r];  // -inf - -inf would be NaN, not -inf
@@ -291,8 +291,8 @@ inline void RowBlock<Phi>::exponentiate_row(int64_t r) {
     if (++tiles_done % TILES_PER_SUM == 0) total.add(phi_sum), phi_sum = vfloat{};
   });
   total.add(phi_sum);
-  norm[r] = float(total.total());
-  log_norm[r] = std::log(norm[r]) + row_max;
+  row_sum[r] = float(total.total());
+  log_norm[r] = std::log(row_sum[r]) + row_max;
 }
 
 }  // namespace softfocus

@@ -8,10 +8,10 @@
 // One loop keeps [MR, PANEL] sums in registers. W floats are a vector (vector.h); ranges of keys
 // are whole vectors.
 //
-// In a block start_k and j are offsets from key_begin; t counts the keys of a tile, or of a range,
-// from its first. r is a row, counted from start_q; d a dimension; e an entry of a list. In packing
-// j counts the W keys that are transposed together, in prefetching floats. first_key, stop_key, key
-// and start_q are indices into the tensor. Keys of a list are counted from their tile's first.
+// In a block start_k and j are offsets from key_begin; t counts the keys of a tile, of a range, or
+// of the W keys that are transposed or read together, from the first. r is a row, counted from
+// start_q; d a dimension; e an entry of a list. first_key, stop_key, key and start_q are indices
+// into the tensor. Keys of a list are counted from their tile's first.
 #pragma once
 
 #include "vector.h"
@@ -34,8 +34,10 @@ constexpr int64_t BLOCK_K = 128;
 // stored scores (RowBlock::tile_row()) may be a power of two: they are read by rows only, at most
 // MR at a time.
 constexpr int64_t TILE_STRIDE = BLOCK_K + W;
-// Calls of at most this many queries do not pack the keys. Their rows fit one strip, so that each
-// query head reads every key once. One query was measured; the limit itself was not.
+// The forward of a call of at most this many queries is called decoding. It packs neither keys nor
+// values, and reads both in place where their rows are contiguous. Its rows fit one strip, so that
+// each query head reads every key once. The backward of such a call packs both, as that of any
+// other. One query was measured; the limit itself was not.
 constexpr int64_t DECODE_QUERIES = 4;
 
 static_assert(DECODE_QUERIES <= MR, "the rows of a decoding call fit one strip");

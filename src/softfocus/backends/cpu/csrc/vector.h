@@ -17,17 +17,18 @@
 namespace softfocus {
 
 #if defined(__AVX512F__)
-constexpr int W = 16;             // floats in a vector
-constexpr int PANEL_VECTORS = 4;  // vectors of a panel's row: 4 x 4 of the 32 registers hold sums
+constexpr int W = 16;  // floats in a vector
+// Vectors of a panel's row: MR x PANEL_VECTORS (tiling.h), 4 x 4 of the 32 registers, hold sums
+constexpr int PANEL_VECTORS = 4;
 #elif defined(__AVX__)
 constexpr int W = 8;
-constexpr int PANEL_VECTORS = 2;  // 4 x 2 of the 16 registers hold sums
+constexpr int PANEL_VECTORS = 2;  // MR x PANEL_VECTORS: 4 x 2 of the 16 registers
 #elif defined(__aarch64__)
 constexpr int W = 4;
-constexpr int PANEL_VECTORS = 4;  // 4 x 4 of the 32 registers
+constexpr int PANEL_VECTORS = 4;  // MR x PANEL_VECTORS: 4 x 4 of the 32 registers
 #else
 constexpr int W = 4;
-constexpr int PANEL_VECTORS = 2;  // 4 x 2 of the 16 registers
+constexpr int PANEL_VECTORS = 2;  // MR x PANEL_VECTORS: 4 x 2 of the 16 registers
 #endif
 
 // Indexing the elements of a vector is slow: only code off the hot path does it.

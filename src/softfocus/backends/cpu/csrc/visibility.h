@@ -53,9 +53,10 @@ struct KeyRange {
   int64_t vectors() const { return (end - begin) / W; }
 };
 
-// What the masks hide of a tile. Keys outside the window do not count: a tile that only the window
-// cuts is MASK_NONE. strip_range(), range_visible_to_all() and convert_row() apply the window.
-enum TileMask : uint8_t { MASK_ALL, MASK_SOME, MASK_NONE };
+// What the masks hide of a tile. Keys outside the window do not count: of a tile that only the
+// window cuts the masks hide nothing. strip_range(), range_visible_to_all() and convert_row() apply
+// the window.
+enum TileMask : uint8_t { HIDES_ALL, HIDES_SOME, HIDES_NOTHING };
 
 // A block of query rows and the keys that it sees. The offset j of a key counts from key_begin;
 // start_k is the offset of a tile's first key.
@@ -79,10 +80,13 @@ class BlockVisibility {
   bool fully_masked[BLOCK_Q];
 
   BlockVisibility(const Params& call, int64_t most_rows) : params(call), masks_given(has_masks(params)) {
-    int64_t span = params.key_length;
+    // The most keys that a block sees. With n <= BLOCK_Q rows these are the `left` keys before the
+    // first row's position, the n positions themselves, and the `right` keys after the last one's.
     // attention() limits both sides of a window to 2^30, so that their sum does not overflow.
+    int64_t span = params.key_length;
     if (params.left >= 0 && params.right >= 0) span = std::min(span, params.left + params.right + BLOCK_Q);
-    // A span may begin anywhere in a tile.
+    // A span may begin anywhere in a tile. W more: RowGradients has lists of live keys in buffers
+    // [max_rows, max_row_stride], and writes up to W elements past its last list.
     max_row_stride = round_up(span + BLOCK_K - 1, BLOCK_K) + W;
     max_rows = std::min(most_rows, round_up(params.query_length, MR));
     if (masks_given) visible.resize(max_rows * max_row_stride);
@@ -128,8 +132,8 @@ class BlockVisibility {
     return {begin, end};
   }
 
-  bool tile_visible(int64_t start_k) const { return !masks_given || tile_masks[start_k / BLOCK_K] != MASK_ALL; }
-  bool tile_unmasked(int64_t start_k) const { return !masks_given || tile_masks[start_k / BLOCK_K] == MASK_NONE; }
+  bool tile_visible(int64_t start_k) const { return !masks_given || tile_masks[start_k / BLOCK_K] != HIDES_ALL; }
+  bool tile_unmasked(int64_t start_k) const { return !masks_given || tile_masks[start_k / BLOCK_K] == HIDES_NOTHING; }
 
   // Whether row r sees a key, which is given by its index in [0, Lk)
   bool sees(int64_t r, int64_t key) const {
@@ -156,8 +160,7 @@ class BlockVisibility {
     }
     key_begin = key_begin < key_end ? key_begin / BLOCK_K * BLOCK_K : 0;
     key_end = std::max(key_end, key_begin);
-    // W more: RowGradients writes up to W elements past its last list. The stride is then also no
-    // power of two, as with TILE_STRIDE (chosen, not measured).
+    // W more, so that the stride is no power of two, as with TILE_STRIDE (chosen, not measured).
     row_stride = round_up(key_end - key_begin, BLOCK_K) + W;
   }
 
@@ -200,7 +203,7 @@ class BlockVisibility {
         any |= n_seen > 0;
         all &= n_seen == end - begin;
       }
-      tile_masks[start_k / BLOCK_K] = any ? (all ? MASK_NONE : MASK_SOME) : MASK_ALL;
+      tile_masks[start_k / BLOCK_K] = any ? (all ? HIDES_NOTHING : HIDES_SOME) : HIDES_ALL;
     }
   }
 };
