@@ -161,7 +161,7 @@ def test_what_is_said_of_longer_trainings_and_texts():
     said = "above by {:.3f} with 64 bytes, by {:.3f} with 256, and by {:.3f} after four times the steps."
     assert said.format(*(one.value for one in above)) in TEXT
     last = minus(dict(zip("ab", pairs[2], strict=True)), "a", "b", FAR)
-    assert f"at 16 times the length, by {-last.value:.3f}, with two seeds of three." in TEXT
+    assert f"at 16 times the length, by {-last.value:.3f}, in two of three seeds." in TEXT
     losses = (cell(group, *FAR).values for group in pairs[2])
     assert sum(mine < other for mine, other in zip(*losses, strict=True)) == 2
     assert [one.sure for one in (*above, last)] == [True, False, False, False]

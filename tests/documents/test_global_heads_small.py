@@ -193,7 +193,7 @@ def test_the_headlines_of_ten_million_parameters_are_the_measured_ones():
     above, below = (shown(one).removeprefix("-") for one in layout)
     assert (
         f"has a higher loss than this Softmax by {above} and, at 16 times the length, as "
-        f"trained, below it with a window by {below}." in TEXT
+        f"trained, a lower one than it with a window by {below}." in TEXT
     )
     best = (fmean(cell(groups["best"], *at).values) for at in (HERE, WINDOWED))
     assert "of the same text: {:.3f}, and {:.3f} at 16 times the length with a window.".format(*best) in TEXT

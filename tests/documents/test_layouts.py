@@ -296,6 +296,7 @@ def larger_rates() -> str:
     for row, name in {
         "global-heads": "global heads",
         "all-softmax-nope": "all-softmax layout",
+        "softmax-pair-head": "Softmax with a previous-token head in layer 0",
     }.items():
         found[name] = [other(f"{row}-half-s0"), loss("larger-global-heads", f"{row}-s0"), other(f"{row}-twice-s0")]
     return rates_table(("1e-3", "2e-3", "4e-3"), found)
@@ -451,11 +452,15 @@ def test_what_is_said_of_other_candidates_is_measured():
     assert {row for row, found in later.items() if found.sure} == {"h-learned-power", "g-learned-scale"}
     narrow, length = "w-window-16", shown(-near["w-window-16"])
     text = (
-        f"{here[narrow]:.3f} at the training length, level with `demo-global-heads`, and {length} below windows of 64."
+        f"{here[narrow]:.3f} at the training length, not significantly different from "
+        f"`demo-global-heads`, and {length} below windows of 64."
     )
     assert text in TEXT
     assert min(here[row] for row in CANDIDATES["laser-lssa-local"]) == here[narrow] < here["laser-lssa-local"]
-    text = "it has {:.3f} with a window of the training length, level with `demo-global-heads`, and {:.3f} as trained."
+    text = (
+        "it has {:.3f} with a window of the training length, not significantly different from "
+        "`demo-global-heads`, and {:.3f} as trained."
+    )
     assert text.format(cell(by[narrow], *WINDOWED).loss, far[narrow]) in TEXT
     assert not any(minus(by, narrow, "cosine-nope", at).sure for at in (HERE, WINDOWED))
     for row in ("w-window-16", "w-window-32", "laser-lssa-local"):
@@ -625,7 +630,7 @@ def test_what_lssar_in_every_layer_costs_is_the_measured_one():
     assert f"Seed 0 rises by {rises[0]:.3f}." in TEXT
     assert rises[0] == max(rises.values())
     limits = " ".join((ROOT / "docs/limitations.md").read_text().split())
-    assert f"With init std 0.09 it rose [by {rises[0]:.3f} with one of four seeds]" in limits
+    assert f"With init std 0.09 it rose [by {rises[0]:.3f} in one of four seeds]" in limits
     assert len(rises) == 4
     assert max(rise for seed, rise in rises.items() if seed) < 0.01, "the others stay flat"
     for label in ("local-nope", "LSSAR"):
@@ -700,10 +705,10 @@ def test_one_training_of_demo_hybrid_rises_on_the_tiled_backend():
 
 def test_2e_3_is_the_best_rate_of_each_row_of_the_larger_model():
     rows = [[float(one) for one in line.split("|")[2:5]] for line in larger_rates().splitlines()[2:]]
-    assert len(rows) == 8
+    assert len(rows) == 9
     assert all(min(row) == row[1] for row in rows)
     costs = [row[2] - row[1] for row in rows]
-    assert min(costs[0], costs[1], costs[7]) > max(costs[2:7]), "those of softmax"
+    assert min(costs[0], costs[1], costs[7], costs[8]) > max(costs[2:7]), "those of softmax"
 
 
 def test_the_rows_whose_best_rate_is_not_4e_3_are_those_that_are_named():
@@ -873,7 +878,7 @@ def test_what_is_said_of_the_bias_is_measured():
     leads = f"{softmax[0] - plain[0]:.3f} and {softmax[1] - plain[1]:.3f}"
     assert f"LASER over LSSA has a lower loss than Softmax there by {leads}, which two seeds do not decide" in TEXT
     evidence = " ".join((ROOT / "docs/evidence.md").read_text().split())
-    assert f"with both of two seeds, by {leads} nats per byte, inconclusive" in evidence
+    assert f"in both seeds, by {leads} nats per byte, inconclusive" in evidence
     assert at("laser-cosine-local-s0", 2048) < at("laser-cosine-local-s0", 512)
     query, key = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 512, 64)
     query[..., 0] = key[:, :, 0, 0] = key[:, :, 1:, 1] = 1.0
@@ -917,7 +922,7 @@ def test_the_machine_hardly_changes_a_larger_model():
     leads = [minus(by, rival, "laser") for rival in ("Softmax", "local-softmax")]
     assert all(lead.sure for lead in leads)
     assert (
-        "has a lower loss than that Softmax by {}, and below that softmax in the layout by {}.".format(
+        "has a lower loss than that Softmax by {}, and than that softmax in the layout by {}.".format(
             *map(shown, leads)
         )
         in TEXT
@@ -946,7 +951,7 @@ def test_the_leads_in_a_larger_model_are_the_measured_ones():
     assert len(by["laser-lssa-local"].evaluations) == len(by["softplus-local"].evaluations) == 3
     for rival, sure in (("Softmax", False), ("lssa-local", False), ("laser-lssa-local", True)):
         assert (above := minus(shared, "softplus-local", rival)).sure == sure
-    assert f"and above LASER over LSSA by {shown(above)}." in TEXT
+    assert f"Its loss is higher than that of LASER over LSSA by {shown(above)}." in TEXT
     below, level = minus(shared, "Softmax", "laser-lssa-local"), minus(shared, "laser-lssa-local", "lssa-local")
     assert below.sure
     assert not level.sure

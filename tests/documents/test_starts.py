@@ -111,8 +111,11 @@ def test_one_start_serves_both():
     )
     assert f"{text} Softmax with a window by {far}." in TEXT
     (goal,) = of_pages("docs/evidence.md")
-    assert f"a lower loss on bytes than Softmax's best, by {near} at 1x and by {far} at 16x" in goal
-    text = f"by {near} at the training length, and as trained at 16 times it below that Softmax with a window by {far}."
+    assert f"a lower loss than the best Softmax, by {near} at 1x and by {far} at 16x" in goal
+    text = (
+        f"by {near} at the training length, and as trained at 16 times it a lower one than "
+        f"that Softmax with a window by {far}."
+    )
     assert text in goal
     for at, rival in ((HERE, HERE), (FAR, WINDOWED)):
         best = by_seed("layouts", "Softmax", rival)
@@ -141,7 +144,7 @@ def test_one_start_serves_both():
     more = [one[4096, True] for one in longer]
     text = f"they find {least} or more among filler at up to 64 times the training length, and"
     assert f"{text} {min(more):.2f} to {max(more):.2f} among 64 times as many pairs." in goal
-    assert f"On recall it finds at least {least} among filler at 64 times the length." in goal
+    assert f"On recall they find at least {least} among filler at 64 times the length." in goal
 
 
 def test_softmax_in_every_head_is_compared_from_its_better_start():
@@ -160,14 +163,14 @@ def test_softmax_in_every_head_is_compared_from_its_better_start():
     same = [over_layout("0.0625", "0.0625", at) for at in (HERE, FAR)]
     best = [over_layout("0.09", "0.0625", at) for at in (HERE, FAR)]
     assert all(one.sure for one in (*same, *best))
-    text = "From this start global heads have a lower loss than it by {} and {}, both as trained."
+    text = "With this init std global heads have a lower loss than it by {} and {}, both as trained."
     assert text.format(*(shown(one).lstrip("-") for one in same)) in TEXT
     ours, rival = on_text()["0.09"][HEADS], groups["0.0625"]
     for at in (HERE, FAR):
         assert sum(a < b for a, b in zip(cell(ours, *at).values, cell(rival, *at).values, strict=True)) == 7
     text = (
         "With init std 0.09 global heads have a lower loss than the all-softmax layout with "
-        "init std 0.0625 by {} and {}, with seven of eight seeds."
+        "init std 0.0625 by {} and {}, in seven of eight seeds."
     )
     assert text.format(*(shown(one).lstrip("-") for one in best)) in TEXT
     (evidence,) = of_pages("docs/evidence.md")

@@ -102,7 +102,7 @@ def test_the_cost_of_t6_is_the_measured_one():
     limits = " ".join((ROOT / "docs/limitations.md").read_text().split())
     assert said.format(*costs) in limits
     rises = sorted(far - near for near, far in zip(*(cell(by["lssar"], *at).values for at in (HERE, FAR)), strict=True))
-    assert f"it rose by {rises[0]:.2f} to {rises[-1]:.2f} with three seeds of three" in limits
+    assert f"it rose by {rises[0]:.2f} to {rises[-1]:.2f} in three of three seeds" in limits
     figure = claim("softplus-figure-1").group("lssar")
     rise = cell(figure, 16.0, "dynamic NTK").minus(cell(figure, *HERE))
     assert f"by {shown(rise)} with init std 0.09 (eight seeds, dynamic NTK)" in limits

@@ -2,10 +2,11 @@
 heads are shared out give the gradients of a whole one, in float64.
 
 Called with a folder of saved models. Prints a line of JSON: by model and way, the largest relative
-difference of a gradient, or the error.
+difference of a gradient on either process, or the error.
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -61,7 +62,10 @@ def compared(folder, way, ids):
         found = shared_out(folder, way, ids)
     except ValueError as error:
         return str(error)
-    return max(((found[name] - wanted[name]).norm() / wanted[name].norm()).item() for name in wanted)
+    differences = torch.stack([(found[name] - wanted[name]).norm() / wanted[name].norm() for name in wanted])
+    worst = torch.where(differences.isfinite(), differences, math.inf).max()
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.item()
 
 
 def main(folder):

@@ -224,11 +224,15 @@ def test_runs_whose_record_is_replaced_are_named(runs: dict[str, Path], tmp_path
     found = {name: inspect(runs[name], [32], tokens=32) for name in ("softmax", "lssar")}
     report.write([found["softmax"]], tmp_path)
     found["longer"] = inspect(runs["softmax"], [64], tokens=64)
+    found["text"] = found["softmax"][0].model_copy(update={"text": "other.txt"}), found["softmax"][1]
+    found["training"] = found["softmax"][0].model_copy(update={"token": "another"}), found["softmax"][1]
     kept = "Choose another folder with --out to keep both"
     for name, note in (
         ("softmax", ""),
         ("lssar", f"They also held softmax. {kept}"),
-        ("longer", f"They also held softmax on validation text, 32 tokens at each of 32. {kept}"),
+        ("longer", f"They also held softmax on validation text, 32 tokens at lengths 32. {kept}"),
+        ("text", f"They also held softmax on validation text, 32 tokens at lengths 32. {kept}"),
+        ("training", f"They also held softmax of another training. {kept}"),
     ):
         console = Console(file=io.StringIO(), width=300)
         report.say_replaced(tmp_path, [found[name][0]], console)

@@ -143,8 +143,8 @@ def refuse_other_heads(module: nn.Module, layer: Layer, total: int, shared: int)
     if total != sum(group.heads or total for group in layer):
         raise ValueError(
             f"{type(module).__name__} hands over {total} query heads, and its layout describes "
-            f"{[g.heads for g in layer]}; a layout by heads needs all heads of a layer in one call, which "
-            "tensor parallelism splits"
+            f"{[g.heads for g in layer]}; a layout by heads needs all heads of a layer in one call, and "
+            "tensor parallelism splits them. Use FSDP, or one mechanism for all heads of a layer"
         )
     if (names := [name for group in layer for name in group.learned]) and total != (every := learned.heads(module)):
         raise ValueError(

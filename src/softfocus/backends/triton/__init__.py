@@ -95,8 +95,8 @@ def takes_unit_vectors(call: Call) -> bool:
 
     It is true only for bfloat16 inputs, whose own rounding is eight times as large. It is false for
     re-weighted rows, where u^p multiplies that rounding beyond the tests' tolerance, and where the
-    scale is below LEAST_SCALE. The scale must also be known to be below SCORE_BOUND, because the
-    rounding of a score is up to 2^-11 times the scale.
+    scale is below LEAST_SCALE. The scale must also be known to be below SCORE_BOUND, because each
+    operand is rounded by up to 2^-11: a score errs by up to 2^-10 times the scale.
     """
     if call.query.dtype != torch.bfloat16 or call.mechanism.power is not None or abs(call.scale) < LEAST_SCALE:
         return False

@@ -214,7 +214,8 @@ class Phi(NamedTuple):
         f: (s, shift, algebra) to f = phi 2^-shift, multiplied by ``phi_unit``.
         derivative: (s, shift, algebra) to phi' 2^-shift, not multiplied by ``phi_unit``. phi' is
             always d phi / ds of the score in natural units.
-        log: (s, shift, f) to the natural logarithm of f. It is accurate even where f underflows.
+        log: (s, shift, f) to the natural logarithm of f. It is accurate even where f underflows;
+            relu and relu6 take it from f, and give -inf where f is 0.
         log_derivative: s to phi' / phi, where phi is too small to be divided by: 1 in the
             exponential tail, 1 / s of relu, 2 / s of relu2.
         has_zeros: constexpr, whether phi is 0 below a score of 0.

@@ -50,14 +50,17 @@ def say_replaced(folder: Path, found: Sequence[Inspection], console: Console) ->
     with contextlib.suppress(LabError):
         if not (folder / RESULTS).exists():
             return
-        same = {one.run: (one.token, one.text, one.tokens, one.lengths) for one in found}
+        now = {one.run: one for one in found}
         lost = []
         for one in read(folder / RESULTS).runs:
-            if one.run not in same:
+            same = now.get(one.run)
+            if same is None:
                 lost.append(one.run)
-            elif same[one.run] != (one.token, one.text, one.tokens, one.lengths):
+            elif one.token != same.token:
+                lost.append(f"{one.run} of another training")
+            elif (one.text, one.tokens, one.lengths) != (same.text, same.tokens, same.lengths):
                 lengths = ", ".join(f"{length.length:,}" for length in one.lengths)
-                lost.append(f"{one.run} on {one.text}, {one.tokens:,} tokens at each of {lengths}")
+                lost.append(f"{one.run} on {one.text}, {one.tokens:,} tokens at lengths {lengths}")
         if lost:
             what = f"{folder / RESULTS} and its page are replaced. They also held {'; '.join(lost)}"
             say(console, f"Note: {what}. Choose another folder with --out to keep both", wrap=True)

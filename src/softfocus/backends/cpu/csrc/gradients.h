@@ -168,8 +168,8 @@ class RowGradients {
         if (block.sees(r, key)) incoming_grad[r * block.padded_value_dim + d] = 0.0f;
   }
 
-  // Whether one key has all the weight of a row, whatever its score. The gradient of that score is
-  // then 0, and rounding must not change it.
+  // Whether one key has all the weight of a row, and keeps it if its score changes a little. The
+  // gradient of that score is then 0, and rounding must not change it.
   bool constant_weights(int64_t r) const {
     return block.params.normaliser == L1 && (block.count[r] == 1.0f || single_key[r]);
   }

@@ -204,7 +204,8 @@ inline RowView view_keys(const Params& params, const KeyHeadData& key_data, int6
     read_row(params.key, params.dtype, b, key_head, key, width, row);
     if (params.cosine) {
       float rnorm = key_data.key_rnorm[key];
-      // x * rnorm has the bits of l2_normalise(), because its prescale is a power of two.
+      // x * rnorm has the bits of l2_normalise(), because its prescale is a power of two. Results
+      // that are subnormal may differ.
       if (rnorm > SAFE_MIN && rnorm < SAFE_MAX)
         for (int64_t d = 0; d < width; ++d) row[d] *= rnorm;
       else

@@ -9,7 +9,8 @@ namespace softfocus {
 // weights. Where e^(s - m) is to be stored, converts the scores.
 template <typename Phi>
 inline void RowBlock<Phi>::finish_row(int64_t r) {
-  // Defaults. set_reweighting() replaces them, except in tied and non-finite rows.
+  // Defaults. set_reweighting() replaces those of re-weighted rows: in a tied row only peak and
+  // inverse_spread, in a non-finite row only peak.
   exp_tail[r] = false;
   threshold_on[r] = peak[r] = threshold[r] = live_threshold[r] = weight_scale[r] = 0.0f;
   power[r] = inverse_spread[r] = 1.0f;

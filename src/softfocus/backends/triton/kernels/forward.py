@@ -236,9 +236,10 @@ def store_results(
     mask = q_offsets < inputs.query_length
     dv_offsets = tl.arange(0, tiling.BLOCK_DV)
     numerator_sum = power_sum if algebra.reweighted else f_sum
-    # The product rounds the largest weight, so the sum must, too. A re-weighted row needs no such
-    # correction: its largest u^p is 1, which is exact. A tied row gets none: out errs by up to half
-    # an ulp, as FlashAttention's does
+    # The product rounds the largest weight, so the sum must, too. A re-weighted row gets no such
+    # correction: its largest u^p is 1 up to the float32 rounding of phi_to_u, and so rounds to 1,
+    # unless the row is nearly tied (threshold / spread is large). A tied row gets none: out errs by
+    # up to half an ulp, as FlashAttention's does
     if not algebra.inputs_are_fp32 and algebra.normaliser == "l1" and not algebra.reweighted:
         dtype = inputs.value_operand.pointer.dtype.element_ty
         numerator_sum = weighting.sum_with_largest_rounded(f_sum, row_max, shift, algebra, dtype)

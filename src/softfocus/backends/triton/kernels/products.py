@@ -87,9 +87,10 @@ def dot_grad_scores(grad_scores, x, algebra, tiling, HAS_ROW_FACTORS: tl.constex
     """The product of dL/ds, as the caller scales it, and x: keys, or queries in key_gradients.
 
     It is [BLOCK_Q, BLOCK_K] times [BLOCK_K, BLOCK_D], or in key_gradients [BLOCK_K, BLOCK_Q] times
-    [BLOCK_Q, BLOCK_D]. Callers also multiply by a mantissa of 1 / |k| (below 2), or by the two
-    factors of key_gradients._float16_safe_factors (each below 2). A float16 call multiplies in tf32
-    in three cases:
+    [BLOCK_Q, BLOCK_D]. In a float16 call callers also multiply by the mantissa of 1 / |k|
+    (query_gradients with cosine; below 2), or, without re-weighting, by the two factors of
+    key_gradients._float16_safe_factors (each below 2). Other calls multiply by the whole factors. A
+    float16 call multiplies in tf32 in three cases:
 
     * The normaliser is not l1.
     * phi has zeros (the relu family): phi' 2^-shift is huge in a row of tiny scores.

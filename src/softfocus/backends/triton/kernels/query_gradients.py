@@ -80,7 +80,8 @@ def query_gradients(
         grad_factor = tl.full(count.shape, 1.0, tl.float32)
     tile_range = masking.key_tile_range(masks, inputs, tiling, b, block)
 
-    # sum_j g phi' k and sum_j phi' k; with cosine k / |k| in place of k
+    # sum_j grad_phi phi' 2^-shift k and, of re-weighted rows, sum_j phi' 2^-shift k; with cosine
+    # k / |k| in place of k. In EXACT phi' 2^-shift is what gradients_of_marked returns
     grad_sum = tl.zeros([tiling.BLOCK_Q, tiling.BLOCK_D], tl.float32)
     derivative_sum = tl.zeros([tiling.BLOCK_Q, tiling.BLOCK_D], tl.float32)
     grad_phi_sum = tl.zeros([tiling.BLOCK_Q], tl.float32)  # sum_j grad_phi
