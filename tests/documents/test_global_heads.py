@@ -300,12 +300,18 @@ BPE_STARTS = {
         "all-softmax-nope-start-half", "all-softmax-nope-start", "all-softmax-nope-start-twice", None,
     ),
     ("global heads", "0.02"): ("global-heads-half", "bpe/global-heads", "global-heads-twice", None),
-    ("global heads", "0.04"): (None, "global-heads-4", "global-heads-4-twice", None),
+    ("global heads", "0.04"): (
+        None, "global-heads-4", "global-heads-4-twice", "other-rates-bpe/16e-3/global-heads-4",
+    ),
     ("global heads", "0.09"): (
         "global-heads-start-half", "global-heads-start", "global-heads-start-twice", "global-heads-start-four-times",
     ),
-    ("the same with softmax in the global heads", "0.09"): (None, None, "heads-softmax", None),
-    ("the same with LSSAR there, p annealed to 31", "0.09"): (None, None, "heads-lssar", None),
+    ("the same with softmax in the global heads", "0.09"): (
+        None, "other-rates-bpe/4e-3/heads-softmax", "heads-softmax", "other-rates-bpe/16e-3/heads-softmax",
+    ),
+    ("the same with LSSAR there, p annealed to 31", "0.09"): (
+        None, "other-rates-bpe/4e-3/heads-lssar", "heads-lssar", "other-rates-bpe/16e-3/heads-lssar",
+    ),
 }  # fmt: skip
 """Rows by model and initial weights, at 2e-3, 4e-3, 8e-3 and 16e-3. They are of
 `learning-rates-bpe` where no other study is named.
@@ -353,6 +359,13 @@ def test_what_is_said_of_a_pair_head_and_of_other_global_heads_on_a_bpe_is_measu
         assert higher[0].sure
         said_of = "{} at the training length and by {}".format(*(shown(one).removeprefix("+") for one in higher))
         assert said_of in TEXT, row
+    rates = bpe_losses()
+    softmax = rates["the same with softmax in the global heads", "0.09"]
+    lssar = rates["the same with LSSAR there, p annealed to 31", "0.09"]
+    assert softmax[2] < softmax[1]
+    assert lssar[2] < lssar[1]
+    lower, higher = softmax[2] - softmax[3], lssar[3] - lssar[2]
+    assert f"with softmax in them is lower by {lower:.3f}, that with LSSAR higher by {higher:.3f}; both are" in TEXT
 
 
 BPE = {
@@ -421,6 +434,15 @@ def documents() -> str:
         rows.append([name, str(len(by[row].evaluations)), *shown_losses(by[row]), *leads])
     against = "1x, minus Softmax", "16x, as trained, minus Softmax with the window"
     return table(["English documents", "seeds", *COLUMNS, *against], rows)
+
+
+def document_rates() -> str:
+    """Losses at 1x of seed 0 on English documents, by learning rate."""
+    studies = "documents-rates/2e-3", "documents", "documents-rates/8e-3"
+    rows = [
+        [name.strip("*"), *(f"{loss(study, f'{row}-s0'):.3f}" for study in studies)] for row, name in DOCUMENTS.items()
+    ]
+    return table(["English documents, loss at 1x, seed 0", "2e-3", "4e-3", "8e-3"], rows)
 
 
 def test_what_is_said_of_english_documents_is_measured():
@@ -504,8 +526,7 @@ def test_what_is_said_of_the_losses_holds_for_every_seed():
     whole = [shown(minus(by, OURS, "Softmax", *pair)).removeprefix("-") for pair in ((HERE, HERE), (FAR, WINDOWED))]
     assert (
         f"has a lower loss than Softmax by {whole[0]} at the training length, and at 16 times "
-        f"it, as trained, a lower one"
-        in TEXT
+        f"it, as trained, a lower one" in TEXT
     )
     assert f"a lower one than Softmax with a window by {whole[1]} (eight seeds).**" in TEXT
     laser = by_seed("layouts", "laser-lssa-local", HERE)
@@ -768,6 +789,8 @@ def test_what_is_said_of_bpe_is_measured():
         "It lowers the loss of global heads, by {:.3f} with init std 0.09 and by {:.3f} with 0.04.".format(*lowered)
         in TEXT
     )
+    _, _, best_rate, beyond = rates["global heads", "0.04"]
+    assert f"with 0.04 it is higher there by {beyond - best_rate:.3f} (seed 0)." in TEXT
     for model in ("Softmax", "all-softmax layout"):
         half, same, twice = rates[model, "0.04"][:3]
         assert same < min(half, twice)
