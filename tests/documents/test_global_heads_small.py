@@ -336,7 +336,10 @@ def by_size() -> dict[Size, tuple[dict[str, Group], str]]:
         ("3.2 M", "128 bytes", "1,100", "0.0625", "2e-3"): (larger(), "global-heads"),
         ("9 M", "512 bytes", "3,000", "0.05", "2e-3"): (rows_of("small-gpu/bytes"), "global-heads"),
         ("10 M", "512 BPE tokens", "4,500", "0.05", "2e-3"): (rows_of("small-gpu/longer"), "global-heads"),
-        ("1.3 M", "128 BPE tokens", "1,100", "0.09; 0.04", "8e-3; 4e-3"): (started, "global-heads-start-twice"),
+        ("1.3 M", "128 BPE tokens", "1,100", "0.09; baselines 0.04", "8e-3; baselines 4e-3"): (
+            started,
+            "global-heads-start-twice",
+        ),
         ("1.3 M", "128 BPE tokens", "4,400", "0.09; Softmax 0.04", "4e-3"): (longer, "global-heads-start"),
         SMALL_INIT: (bpe, "global-heads"),
         SMALL_INIT_LONGER: (small, "global-heads"),
@@ -357,7 +360,13 @@ def sizes() -> str:
         ]
         seeds = {one.seed for one in by[ours].evaluations} & {one.seed for one in by["Softmax"].evaluations}
         layouts = {one.seed for one in by["all-softmax-nope"].evaluations} & seeds
-        rows.append([*size, str(len(seeds)) + (f", {len(layouts)}" if len(layouts) < len(seeds) else ""), *leads])
+        rows.append(
+            [
+                *size,
+                str(len(seeds)) + (f"; {len(layouts)} vs. all-softmax" if len(layouts) < len(seeds) else ""),
+                *leads,
+            ]
+        )
     model = "parameters", "sequence", "steps", "init std", "rate", "seeds"
     softmax, layout = (
         ("Softmax, 1x", "Softmax with a window, 16x"),

@@ -21,7 +21,8 @@ from softfocus.lab.cli.train import train
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Display, Event
 from softfocus.lab.recipes.loading import shipped
-from softfocus.lab.run_folder.results import Evaluation, RunInfo
+from softfocus.lab.run_folder.files import load_measured, load_run
+from softfocus.lab.run_folder.results import Evaluation, Recall, RunInfo
 from softfocus.lab.studies.study import shipped as studies
 
 COMMANDS = (
@@ -244,6 +245,24 @@ def test_a_count_that_would_run_for_ever_is_refused(
     code, _, err = call(capsys, command, str(trained), option, "9" * 20)
     assert code == 2
     assert f"Invalid value for '{option}'" in err
+
+
+@pytest.mark.long
+def test_recall_leaves_out_lengths_of_its_own_that_hold_no_sequence(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lengths that the user names are refused."""
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    code, out, err = call(capsys, "recall", str(run), "--sequences", "2", "--quiet")
+    assert code == 0, err
+    measured = sorted({row.length for row in load_measured(run, Recall).rows})
+    assert measured
+    assert measured[0] > load_run(run).train_length
+    assert f"{load_run(run).train_length}" in out + err
+    assert "cannot hold a sequence of this task" in out + err
+    code, _, err = call(capsys, "recall", str(run), "--lengths", "1x")
+    assert code == 1
+    assert "cannot hold a sequence of this task" in err
 
 
 @pytest.mark.parametrize(("arguments", "says"), FAILURES, ids=[" ".join(row[0]) for row in FAILURES])

@@ -202,9 +202,13 @@ def test_runs_that_a_report_no_longer_shows_are_named(fabricate, tmp_path):
     compare([two], out, console=quiet)
     told = " ".join(said(quiet).split())
     assert f"{out / RESULTS} is replaced. It also held softmax, lssar; `softfocus compare RUN...`" in told
+    same = save(fabricate("softmax", [1.0], name="lssa"), tmp_path / "same")
+    compare([same], out, console=quiet)
+    assert "It also held lssa (lssa); " in " ".join(said(quiet).split()), "another mechanism under this name"
+    told = " ".join(said(quiet).split()).count("is replaced")
     (out / RESULTS).write_text("[1]")
     compare([two], out, console=quiet)
-    assert " ".join(said(quiet).split()).count("is replaced") == 1, "no report stood there"
+    assert " ".join(said(quiet).split()).count("is replaced") == told, "no report stood there"
 
 
 def test_no_run_or_one_twice(four, tmp_path, quiet):

@@ -463,6 +463,12 @@ class TestFigure:
         assert heights(low, high) == pytest.approx([1.0, 1.52]), "what documents do to both cancels"
         assert heights(high) == pytest.approx([1.53]), "of the loss itself, where there is one line"
 
+    def test_where_one_line_alone_was_measured_there_is_no_band(self, fabricate):
+        longer, other = fabricate("softmax", [1.0, 1.1, 1.2], ()), fabricate("lssar", [1.5, 1.6], ())
+        band, _ = figure1(grouped(longer, other), title="").axes[0].collections
+        (path,) = band.get_paths()
+        assert sorted(set(path.vertices[:, 0])) == [1.0, 2.0], "not at 4x"
+
     def test_every_seed_is_a_dot_of_its_groups_colour(self, fabricate):
         groups = grouped(*seeds(fabricate, "lssar", [1.0, 1.1], [1.2, 1.4]), fabricate("softmax", [1.0, 1.1], ()))
         (ax,) = figure1(groups, title="").axes

@@ -27,6 +27,7 @@ Windows = Annotated[
 ]
 
 _ROPE = "trained,ntk"
+_RECALL = "1x,4x,16x,64x"
 
 
 def evaluate(
@@ -145,7 +146,14 @@ def _samples(
 
 def recall(
     run: Run,
-    lengths: Lengths = "1x,4x,16x,64x",
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="1k,2k,16k, or 1x,2x,16x the training length.",
+            show_default=f"{_RECALL}, those that hold a sequence of the task",
+        ),
+    ] = None,
     window: Windows = None,
     sequences: Annotated[int, typer.Option(min=1, max=2**20, help="Sequences a length.")] = 64,
     batch_tokens: BatchTokens = 4096,
@@ -161,12 +169,18 @@ def recall(
 
     Example: `softfocus recall runs/mqar-lssar --lengths 1x,4x,16x,64x`
     """
-    from softfocus.lab.progress import Display
+    from softfocus.lab.progress import Display, say
 
-    wanted, windows = _lengths_and_windows(run, lengths, window)
-    from softfocus.lab.evaluate.recall import recall
+    wanted, windows = _lengths_and_windows(run, lengths or _RECALL, window)
+    from softfocus.lab.evaluate.recall import least_length, recall
     from softfocus.lab.report.recall import recall_tables, save_recall_figure
 
+    if lengths is None:
+        least = least_length(run)
+        if short := [f"{length:,}" for length in wanted if length < least]:
+            wanted = [length for length in wanted if length >= least] or [least]
+            what = f"{', '.join(short)} tokens cannot hold a sequence of this task, which takes {least:,}"
+            say(console_beside(json), f"Note: {what}; measured are {', '.join(f'{length:,}' for length in wanted)}")
     with Display("tokens", quiet=quiet) as display:
         for keys in windows:
             found = recall(run, wanted, window=keys, sequences=sequences, batch_tokens=batch_tokens, progress=display)

@@ -103,6 +103,17 @@ def recall(
     return found
 
 
+def least_length(folder: Path) -> int:
+    """Tokens that the shortest sequence of a run's task takes.
+
+    Raises:
+        LabError: a run that is not finished, or one that was trained on hidden tokens, images or
+            speech.
+    """
+    load_run(folder)
+    return _task(folder, load(folder / RECIPE)).least()
+
+
 def is_measured(folder: Path, lengths: Sequence[int]) -> bool:
     """Whether recall.json holds all that :func:`recall` measures at these lengths when nothing else
     is asked for.

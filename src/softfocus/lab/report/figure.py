@@ -238,11 +238,12 @@ def _draw_lengths(ax: Any, groups: Sequence[Group], name: str, axis: Axis) -> En
     chosen = [best_setting(group, groups, axis) if name == BEST else name for group in groups]
     grid = [[cell(group, x, setting, axis) for x in ticks] for group, setting in zip(groups, chosen, strict=True)]
     lowest = [_lowest([line[place] for line in grid]) for place in range(len(ticks))]
+    counts = {x: sum(line[place] is not None for line in grid) for place, x in enumerate(ticks)}
     ends: Ends = []
     drawn = zip(groups, chosen, grid, colours(groups), strict=True)
     for index, (group, setting, line, colour) in enumerate(drawn):
         cells = [(x, there, low) for x, there, low in zip(ticks, line, lowest, strict=True) if there is not None]
-        points = [(x, there.loss, _error(there, low, len(groups))) for x, there, low in cells]
+        points = [(x, there.loss, _error(there, low, len(groups), counts[x])) for x, there, low in cells]
         end = _line(ax, points, colour, line_style(index))
         _every_run(ax, [(x, there) for x, there, _ in cells], colour)
         label = f"{group.label}, {setting}" if name == BEST and setting != AS_TRAINED.name() else group.label
@@ -264,12 +265,14 @@ def _lowest(cells: Sequence[Cell | None]) -> Cell | None:
     return min(finite, key=lambda there: there.loss, default=None)
 
 
-def _error(there: Cell, lowest: Cell | None, lines: int) -> float:
+def _error(there: Cell, lowest: Cell | None, lines: int, measured: int) -> float:
     """Of the difference from the lowest line, which has none; of the loss itself where there is one
-    line.
+    line. NaN at a length at which one line alone was measured.
     """
     if lines == 1 or lowest is None:
         return there.standard_error
+    if measured == 1:
+        return math.nan
     return 0.0 if there is lowest else there.minus(lowest).standard_error
 
 
@@ -320,11 +323,11 @@ def _draw_training(ax: Any, infos: Sequence[Sequence[RunInfo]], groups: Sequence
 def _line(
     ax: Any, points: Sequence[tuple[float, float, float]], colour: int, style: str, *, markers: bool = True
 ) -> tuple[float, float] | None:
-    """One line with its band of one standard error, with gaps where a loss is not finite; returns
+    """One line with its band of one standard error, with gaps where either is not finite; returns
     its last point.
     """
     shade, marker = PALETTE[colour][0], _MARKERS[colour] if markers else ""
-    finite = [(x, y if math.isfinite(y) else math.nan, e if math.isfinite(e) else 0.0) for x, y, e in points]
+    finite = [(x, y if math.isfinite(y) else math.nan, e if math.isfinite(e) else math.nan) for x, y, e in points]
     x, y, e = ([point[i] for point in finite] for i in range(3))
     ax.plot(x, y, style, color=shade, marker=marker)
     ax.fill_between(

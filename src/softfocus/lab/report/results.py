@@ -144,10 +144,13 @@ def say_replaced(path: Path, runs: Sequence[RunInfo], console: Console) -> None:
     """Say which runs of an earlier results.json the one that replaces it does not hold. A file that
     holds no runs is replaced without a word.
     """
-    names: list[str] = []
+    before: list[tuple[str, str]] = []  # by name and mechanism: two runs of one recipe may share a name
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        names = [entry["info"]["name"] for entry in json.loads(path.read_text(encoding="utf-8"))["runs"]]
-    if lost := [name for name in names if name not in {info.name for info in runs}]:
+        held = [entry["info"] for entry in json.loads(path.read_text(encoding="utf-8"))["runs"]]
+        before = [(info["name"], info["mechanism"]) for info in held]
+    now = {(info.name, info.mechanism) for info in runs}
+    names = {name for name, _ in now}
+    if lost := [f"{one[0]} ({one[1]})" if one[0] in names else one[0] for one in before if one not in now]:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         together = "`softfocus compare RUN...` shows runs together, if their folders are there"
         say(console, f"Note: {path} is replaced. It also held {', '.join(lost[:4])}{more}; {together}", wrap=True)
