@@ -13,6 +13,7 @@ from softfocus.contract import Call, Dropout, RowStatistics
 from softfocus.dispatch import Explanation
 from softfocus.mechanism import Mechanism, default_scale
 from softfocus.visibility import Visibility
+from softfocus.warn import warn
 
 __all__ = ["HIDDEN", "RowStatistics", "attention", "explain"]
 
@@ -330,8 +331,15 @@ def _mask_and_bias(
             mask = ~hidden
             added = attn_mask.masked_fill(hidden, 0.0)
             # Most masks hold only 0 and "hidden". On a GPU the question would wait for the device
-            if attn_mask.is_cpu and ops.can_bypass_dispatcher(attn_mask) and not added.any():
-                return mask, bias
+            if attn_mask.is_cpu and ops.can_bypass_dispatcher(attn_mask):
+                if not added.any():
+                    return mask, bias
+                if not hidden.any() and torch.equal(added, added.bool().to(added.dtype)):
+                    warn(
+                        "attn_mask: got only 0 and 1 in a floating mask, which are added to the scores and hide "
+                        "nothing; for a mask of visible keys pass attn_mask.bool()",
+                        UserWarning,
+                    )
             if bias is not None:  # in float32 at least: the bias's gradient sums this tensor's gradient
                 wide = torch.promote_types(torch.promote_types(bias.dtype, added.dtype), torch.float32)
                 added = bias.to(wide) + added

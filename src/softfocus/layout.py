@@ -246,12 +246,12 @@ def resolve(spec: Mapping[Any, Any], config: Any) -> Layout:
         rest = [layer for layer in range(count) if layer not in chosen]
         which = rest if key == REST else _layers(key, config, count)
         if not which:
-            raise ValueError(
-                f"layout: other keys choose all {count} layers, so {kind_text(groups_of(value))!r}, "
-                "for the rest of them, runs nowhere; write '*' in place of one of the keys"
-            )
+            runs = f"{kind_text(groups_of(value))!r}, for the rest of them, runs nowhere"
+            what = f"layout: other keys choose all {count} layers, so {runs}"
+            raise ValueError(f"{what}; write '*' in place of one of the keys")
         if twice := [layer for layer in which if layer in chosen]:
-            raise ValueError(f"layout: {key!r} chooses layer {twice[0]}, which another key has chosen already")
+            other = next(one for one in spec if one not in (key, REST) and twice[0] in _layers(one, config, count))
+            raise ValueError(f"layout: {key!r} chooses layer {twice[0]}, and so does {other!r}; leave it to one")
         for layer in which:
             kind = _layer(value, key, config_of_layer(config, layer))
             if kind not in kinds:

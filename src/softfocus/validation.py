@@ -324,7 +324,7 @@ def rows_of(rows: Sequence[int] | Tensor | None, query: Tensor) -> Tensor:
     if rows is None:
         return torch.arange(length, device=query.device)
     if not isinstance(rows, Tensor | Sequence) or isinstance(rows, str):
-        raise TypeError(f"rows: got {type(rows).__name__}, expected integers [rows], a list or a tensor")
+        raise TypeError(f"rows: got {type(rows).__name__}, expected integers [rows], as [-1] or a tensor")
     try:
         chosen = torch.as_tensor(rows, device=query.device)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -365,5 +365,5 @@ def check_dropout(dropout_p: float, mechanism: Mechanism) -> None:
     if dropout_p and mechanism.laser:
         raise ValueError(
             f"dropout_p: got {dropout_p} with a LASER mechanism, expected 0: a row whose weights are all dropped would "
-            "be log 0; drop out the output instead"
+            "be log 0; drop out the output instead. Of a Transformers model set the dropout of attention to 0"
         )

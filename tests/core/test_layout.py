@@ -49,7 +49,7 @@ def test_kinds_stand_in_the_order_of_the_layers():
     [
         ({}, "the layout is empty"),
         ({"0": "lssar"}, "no key chooses layers 1, 2, 3 of 4; add '*'"),
-        ({"0::2": "lssar", "2": LOCAL, "*": "lssar"}, "'2' chooses layer 2, which another key has chosen"),
+        ({"0::2": "lssar", "2": LOCAL, "*": "lssar"}, "'2' chooses layer 2, and so does '0::2'; leave it to one"),
         ({"4": "lssar", "*": "lssar"}, "there is no layer 4; the model has 4, from 0 to 3"),
         ({"7::2": "lssar", "*": "lssar"}, "chooses none of the 4 layers"),
         (

@@ -6,6 +6,7 @@ Over 400 lines: a table of every refusal, and what is taken beside it.
 
 import math
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -366,6 +367,17 @@ def test_a_graph_recorded_with_an_expanded_mask_takes_another():
     other = torch.rand(B, H, LQ, LK) > 0.3
     exported = torch.export.export(Masked(), (*same, expanded)).module()
     torch.testing.assert_close(exported(*same, other), Masked()(*same, other))
+
+
+def test_a_floating_mask_of_0_and_1_gives_a_warning():
+    query, key = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 5, 4)
+    seen = torch.ones(3, 5).tril()
+    with pytest.warns(UserWarning, match=r"attn_mask: got only 0 and 1 .* pass attn_mask.bool\(\)"):
+        attention(query, key, key, seen)
+    for mask in (seen.bool(), torch.zeros(3, 5), seen.masked_fill(seen == 0, -1e4), 0.5 * seen):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            attention(query, key, key, mask)
 
 
 def test_a_floating_mask_that_only_hides_adds_nothing():

@@ -180,7 +180,7 @@ def _progress() -> Iterator[Tick]:
     """Report progress in two lines on stderr; on a terminal in one line that counts the seconds.
     Yields a function to call now and then.
     """
-    line = "softfocus: compiling the CPU kernels for this machine (once, half a minute or more) ..."
+    line = "softfocus: compiling the CPU kernels for this machine (once, half a minute to some minutes) ..."
     counts = sys.stderr is not None and sys.stderr.isatty()
     started, shown = time.monotonic(), 0
 
