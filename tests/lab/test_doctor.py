@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from importlib import metadata
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,10 @@ def test_a_sound_installation() -> None:
     assert "tiled" in console.export_text()
 
 
-def test_what_is_said_of_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("backend", "switch"), [("triton", "SOFTFOCUS_TRITON"), ("cpu", "SOFTFOCUS_KERNELS")])
+def test_what_is_said_of_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, backend: Literal["cpu", "triton"], switch: str
+) -> None:
     held = []
 
     def check(attention: object, case: object, name: str, dtype: torch.dtype, device: str) -> None:
@@ -36,11 +40,26 @@ def test_what_is_said_of_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(held) != 10, "off by one\nand more"
 
     monkeypatch.setattr(softfocus.testing, "check", check)
-    assert agreement("cpu").status == "ok"
+    assert [one.status for one in agreement(backend, "cpu")] == ["ok"]
     assert len(set(held)) == 8
-    found = agreement("cpu")
+    (found,) = agreement(backend, "cpu")
     assert (found.status, found.finding) == ("fail", "softmax, torch.float32: AssertionError: off by one")
-    assert "SOFTFOCUS_TRITON=off" in found.remedy
+    assert f"{switch}=off" in found.remedy
+
+
+def test_the_cpu_kernels_agree_with_the_reference_here() -> None:
+    """Nothing is replaced: small calls run."""
+    query = torch.zeros(1, 1, 16, 16)
+    if softfocus.explain(query, query, query).backend != "cpu":
+        pytest.skip("no C++ compiler")
+    checks = agreement("cpu", "cpu")
+    assert [(one.topic, one.name, one.status) for one in checks] == [("kernels", "cpu", "ok")]
+    assert "agree with the reference in float64, forward and backward (softmax, lssa" in checks[0].finding
+
+
+def test_nothing_is_said_of_cpu_kernels_that_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOFTFOCUS_KERNELS", "off")
+    assert agreement("cpu", "cpu") == []
 
 
 def test_a_missing_and_an_old_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,8 +53,9 @@ def examine() -> Findings:
     if importlib.util.find_spec("torch"):
         found, device = _device()
         checks += [*found, *_backends(device), *_kernels()]  # in this order: the backends may compile the kernels
+        checks += agreement("cpu", "cpu")
         if device == "cuda" and importlib.util.find_spec("triton"):
-            checks.append(agreement(device))
+            checks += agreement("triton", device)
     checks += [*_compilers(), *_disk(), *_corpus()]
     return Findings(softfocus=__version__, machine=provenance.machine(device), checks=checks)
 
@@ -181,34 +182,38 @@ def _kernels() -> list[Check]:
     ]
 
 
-def agreement(device: str) -> Check:
-    """Whether the Triton kernels agree with the float64 reference on this device, forward and
-    backward, within what rounding explains. Compiles them first, which takes a minute once.
+def agreement(backend: Literal["cpu", "triton"], device: str) -> list[Check]:
+    """Whether the kernels of a backend agree with the float64 reference on this device, forward and
+    backward, within what rounding explains. Triton's are compiled first, which takes a minute once.
+    Nothing where the CPU kernels do not run: why has a line of its own.
     """
     import torch
 
     from softfocus import attention, explain
     from softfocus.testing import CASES, check
 
+    switch = {"cpu": "SOFTFOCUS_KERNELS", "triton": "SOFTFOCUS_TRITON"}[backend]
     query = torch.zeros(1, 1, 16, 16, device=device)
     explanation = explain(query, query, query)
+    if backend == "cpu" and explanation.backend != "cpu":
+        return []
     if device == "cuda" and explanation.backend != "triton":
-        return Check(topic="kernels", name="triton", status="note", finding=explanation.reasons["triton"])
+        return [Check(topic="kernels", name=backend, status="note", finding=explanation.reasons[backend])]
     case = next(case for case in CASES if case.name == "causal")
     names, dtypes = ("softmax", "lssa", "lssar", "laser"), (torch.bfloat16, torch.float32)
     try:
         with mock.patch.dict(os.environ, {"SOFTFOCUS_TUNE": "off"}):
             for name, dtype in itertools.product(names, dtypes):
-                check(partial(attention, backend="triton"), case, name, dtype, device=device)
+                check(partial(attention, backend=backend), case, name, dtype, device=device)
     except Exception as error:  # compilers and drivers have exceptions of their own
         finding = f"{name}, {dtype}: {type(error).__name__}: {first_line(error)}"
-        remedy = "SOFTFOCUS_TRITON=off runs the tiled backend in their place; please report this"
-        return Check(topic="kernels", name="triton", status="fail", finding=finding, remedy=remedy)
+        remedy = f"{switch}=off runs the tiled backend in their place; please report this"
+        return [Check(topic="kernels", name=backend, status="fail", finding=finding, remedy=remedy)]
+    tiles = ", in their default tiles" if backend == "triton" else ""
     finding = (
-        f"agree with the reference in float64, forward and backward, in their default tiles ({', '.join(names)}; "
-        "bfloat16, float32)"
+        f"agree with the reference in float64, forward and backward{tiles} ({', '.join(names)}; bfloat16, float32)"
     )
-    return Check(topic="kernels", name="triton", status="ok", finding=finding)
+    return [Check(topic="kernels", name=backend, status="ok", finding=finding)]
 
 
 def _compilers() -> list[Check]:
