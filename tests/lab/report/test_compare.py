@@ -211,6 +211,14 @@ def test_runs_that_a_report_no_longer_shows_are_named(fabricate, tmp_path):
     assert " ".join(said(quiet).split()).count("is replaced") == told, "no report stood there"
 
 
+def test_a_run_that_is_named_without_its_folder_is_found(fabricate, tmp_path, monkeypatch, quiet):
+    monkeypatch.chdir(tmp_path)
+    save(fabricate("softmax", [1.0]), Path("runs/mine"))
+    with pytest.raises(LabError, match="there is no run at mine") as caught:
+        compare([Path("mine")], tmp_path / "out", console=quiet)
+    assert caught.value.remedy == f"name {Path('runs/mine')}, which is one"
+
+
 def test_no_run_or_one_twice(four, tmp_path, quiet):
     with pytest.raises(LabError, match="nothing to compare"):
         compare([], tmp_path / "out", console=quiet)

@@ -91,7 +91,7 @@ def load_run(folder: Path, *, complete: bool = True) -> RunInfo:
             or a file that cannot be read.
     """
     if not folder.is_dir():
-        raise LabError(f"there is no run at {folder}", _TRAIN)
+        raise _no_run(folder)
     missing = f"{folder} is not a run folder: it has no {RUN}"
     damaged = f"put back a copy, or train again with {to_train_again(folder)}, which replaces the folder"
     info = read_json(folder / RUN, RunInfo, missing, _TRAIN, damaged)
@@ -172,6 +172,14 @@ def save_measured(folder: Path, result: Measured) -> None:
     write_atomically(folder / MEASURED[type(result)][0], json_text(result))
 
 
+def _no_run(folder: Path) -> LabError:
+    """Runs are in runs/ unless a command is told otherwise: its users forget to write it."""
+    there = Path("runs") / folder.name
+    return LabError(
+        f"there is no run at {folder}", f"name {there}, which is one" if (there / RUN).is_file() else _TRAIN
+    )
+
+
 def load_measured(folder: Path, kind: type[Measured]) -> Measured:
     """Read evaluation.json, or what else :data:`MEASURED` names.
 
@@ -181,7 +189,7 @@ def load_measured(folder: Path, kind: type[Measured]) -> Measured:
     """
     name, command = MEASURED[kind]
     if not folder.is_dir():
-        raise LabError(f"there is no run at {folder}", _TRAIN)
+        raise _no_run(folder)
     remedy = command.format(folder)
     found = read_json(folder / name, kind, f"the run {folder} has no {name}", remedy)
     if found.token != load_run(folder, complete=False).token:
