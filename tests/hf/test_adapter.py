@@ -253,3 +253,27 @@ def test_configs_that_ask_for_weights_are_refused(build, tokens):
         with pytest.raises(ValueError, match="output_attentions: the config asks for attention weights"):
             softfocus.hf.use(target, "lssar")
     assert len(model(tokens(1, 4)).attentions) == 2
+
+
+@pytest.mark.parametrize("module", [None, "torch.nn.functional"])
+def test_a_replaced_sdpa_that_is_not_torchs_context_parallel_changes_nothing(build, tokens, monkeypatch, module):
+    model, ids = build("llama", "lssar"), tokens(1, 5)
+    want = model(ids).logits
+
+    class Other:
+        __module__ = module
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", Other())
+    assert torch.equal(model(ids).logits, want)
+
+
+def test_torchs_context_parallel_is_refused(build, tokens, monkeypatch):
+    """By the module of what stands in SDPA's place; test_distributed.py has the real one."""
+    model, ids = build("llama", "lssar"), tokens(1, 5)
+
+    def inner(*_): ...
+
+    inner.__module__ = "torch.distributed.tensor.experimental._context_parallel._attention"
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", inner)
+    with pytest.raises(ValueError, match=r"LlamaAttention runs in torch's context_parallel\(\)"):
+        model(ids)

@@ -117,7 +117,8 @@ def warn_of_keys_that_count(model: PreTrainedModel) -> None:
 
 def refuse_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Refuse what a call of attention asks for and softfocus does not have."""
-    if not torch.compiler.is_compiling() and F.scaled_dot_product_attention.__module__.startswith(_SHARDS_SEQUENCES):
+    sdpa = F.scaled_dot_product_attention  # which others may have replaced, by anything that can be called
+    if not torch.compiler.is_compiling() and str(getattr(sdpa, "__module__", "")).startswith(_SHARDS_SEQUENCES):
         raise ValueError(
             f"{type(module).__name__} runs in torch's context_parallel(), which replaces SDPA alone: softfocus would "
             "see only this process's part of the sequence. Use data parallelism, FSDP or tensor parallelism"
