@@ -588,18 +588,29 @@ def test_the_ledger_says_how_many_claims_share_trainings(made: Any) -> None:
     assert "share trainings" not in page.ledger(lines, {})  # type: ignore[arg-type]
 
 
+def run_softmax(results: Results, *rows: str) -> None:
+    """Make rows those of softmax, evaluated with a window, too."""
+    for row in rows:
+        for run in results.of(row):
+            run.evaluation.mechanism = "softmax"
+            window = run.evaluation.rows[1].model_copy(update={"setting": Setting(window=run.info.train_length)})
+            run.evaluation.rows.append(window)
+
+
 def test_the_column_beside_the_window_needs_a_softmax(made: Any) -> None:
     losses = [[1.0, 2.0]] * 3
-    results = made(a=losses, b=losses)
+    results = made(t6_softmax=losses, b=[[1.0, 2.5]] * 3)
     assert "beside the window" not in page.page(statement(LOWER), {"toy": results})
     assert "The last column" not in page.page(statement(LOWER), {"toy": results})
-    softmax = made(softmax=losses, b=losses)
-    for run in softmax.of("softmax"):
-        window = run.evaluation.rows[1].model_copy(update={"setting": Setting(window=run.info.train_length)})
-        run.evaluation.rows.append(window)
-    text = page.page(statement(LOWER), {"toy": softmax})
+    run_softmax(results, "t6_softmax")  # its name does not matter
+    text = page.page(statement(LOWER), {"toy": results})
+    assert "difference from t6_softmax with window 1x at 2x" in " ".join(text.split())
     assert "| as trained | trained | 1x | 2x | beside the window |" in text
-    assert "| b | 3 seeds | 1.000 ± 0.000 | 2.000 ± 0.000 | +0.000 ± 0.000 |" in text
+    assert "| b | 3 seeds | 1.000 ± 0.000 | 2.500 ± 0.000 | +0.500 ± 0.000 |" in text
+    assert "| t6_softmax | 3 seeds | 1.000 ± 0.000 | 2.000 ± 0.000 | +0.000 ± 0.000 |" in text, "as trained"
+    run_softmax(results, "b")
+    text = page.page(statement(LOWER), {"toy": results})
+    assert "beside the window" not in text, "no one knows which of two softmax models is meant"
 
 
 def test_results_read_back_equal(made: Any, tmp_path: Path) -> None:

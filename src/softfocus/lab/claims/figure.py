@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter
 
 from softfocus.lab.claims.claim import Claim, Saves, Scale
 from softfocus.lab.claims.power_law import Family, families
-from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SHARES, SIZES, TRAINING, YARDSTICK, Results
+from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SHARES, SIZES, TRAINING, WINDOW, Results, yardstick
 from softfocus.lab.report.figure import (
     PALETTE,
     TEXT,
@@ -145,7 +145,7 @@ def draw_powers(results: Results, *, title: str) -> Figure:
     powers = [power for power, _ in results.by_power]
     groups = [results.group(row) for _, row in results.by_power]
     known = [group for group in groups if group is not None]
-    names = [name for name in settings(known) if name != YARDSTICK[1]]
+    names = [name for name in settings(known) if name != WINDOW]
     with titled((6.0 * (len(names) + 1), 4.4), title) as figure:
         *losses, norms = figure.subplots(1, len(names) + 1)
         for panel, name in zip(losses, names, strict=True):
@@ -179,7 +179,7 @@ def draw(groups: Sequence[Group], *, title: str) -> Figure:
     """Means over seeds, with a bar of one standard deviation; a row that is not finite somewhere
     has a gap there.
     """
-    names = [name for name in settings(groups) if name != YARDSTICK[1]]
+    names = [name for name in settings(groups) if name != WINDOW]
     if WRONG.name() in names:
         return _draw_samples(groups, names, title=title)
     shades = colours(groups)
@@ -222,8 +222,8 @@ def _panel(panel: Any, groups: Sequence[Group], shades: Sequence[int], name: str
         if cells := _cells(group, name):
             spreads = [0.0 if math.isnan(one.spread) else one.spread for _, one in cells]
             panel.errorbar(*_points(cells), yerr=spreads, fmt=line_style(index), color=PALETTE[shade][0], capsize=2)
-    if yardstick := _yardstick(groups):
-        panel.plot(*_points(yardstick), ":", color=TEXT)
+    if (yard := yardstick(groups)) and (cells := _cells(yard, WINDOW)):
+        panel.plot(*_points(cells), ":", color=TEXT)
     panel.set_xscale("log", base=2)
     panel.set_xticks(across, [column_name(column).replace("x", "×") for column in across])
     panel.minorticks_off()
@@ -237,8 +237,8 @@ def _label(panel: Any, groups: Sequence[Group], shades: Sequence[int], name: str
     """Each line's name beside its end, moved apart where lines end close together."""
     drawn = [(group.label, shade, _cells(group, name)) for group, shade in zip(groups, shades, strict=True)]
     ends = [(cells[-1][1].loss, label, PALETTE[shade][0]) for label, shade, cells in drawn if cells]
-    if yardstick := _yardstick(groups):
-        ends.append((yardstick[-1][1].loss, ", ".join(YARDSTICK), TEXT))
+    if (yard := yardstick(groups)) and (cells := _cells(yard, WINDOW)):
+        ends.append((cells[-1][1].loss, f"{yard.label}, {WINDOW}", TEXT))
     low, high = panel.get_ylim()
     gap = _LINE / (_height(groups) - _MARGIN) * (high - low)
     ends.sort()
@@ -254,7 +254,3 @@ def _cells(group: Group, setting: str) -> list[tuple[float, Cell]]:
 
 def _points(cells: Sequence[tuple[float, Cell]]) -> tuple[list[float], list[float]]:
     return [column for column, _ in cells], [one.loss for _, one in cells]
-
-
-def _yardstick(groups: Sequence[Group]) -> list[tuple[float, Cell]]:
-    return next((_cells(group, YARDSTICK[1]) for group in groups if group.label == YARDSTICK[0]), [])

@@ -47,8 +47,8 @@ TRAINING = "training.png"
 POWERS = "powers.png"
 SHARES = "shares.png"
 _Windowed = TypeVar("_Windowed", InductionRow, RecallRow)
-YARDSTICK = ("softmax", "window 1x")
-"""What every row stands beside: softmax that sees a window of the training length."""
+WINDOW = "window 1x"
+"""The setting of the yardstick: softmax that sees a window of the training length."""
 
 
 class Run(Record):
@@ -169,6 +169,14 @@ class Results(Record):
         """
         found = tuple(run.evaluation for run in self.of(row) if run.evaluation is not None)
         return Group(row, found) if found else None
+
+
+def yardstick(groups: Sequence[Group]) -> Group | None:
+    """What every row stands beside, with WINDOW: the only row that runs softmax, whatever its
+    architecture. None where there is no such row, or several: of different sizes, say.
+    """
+    found = [group for group in groups if group.first.mechanism == "softmax"]
+    return found[0] if len(found) == 1 else None
 
 
 def collect(

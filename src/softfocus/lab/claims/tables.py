@@ -6,7 +6,7 @@ from statistics import fmean, median, stdev
 
 from softfocus.lab.claims.claim import Saves
 from softfocus.lab.claims.power_law import families
-from softfocus.lab.claims.results import YARDSTICK, Results, Run
+from softfocus.lab.claims.results import WINDOW, Results, Run, yardstick
 from softfocus.lab.report.points import Cell, Group, cell, column_name, columns, count_text, loss_text, settings
 from softfocus.lab.run_folder.results import WRONG
 
@@ -30,19 +30,20 @@ def reading(groups: Sequence[Group]) -> str:
             "mean ± standard deviation over seeds."
         )
     text = "Validation loss in nats per token: mean ± standard deviation over seeds."
-    if _yardstick(groups) is None:
+    yard = _yardstick(groups)
+    if yard is None:
         return text
     last = column_name(columns(groups)[-1])
     return (
-        f"{text} The last column is the paired difference from {YARDSTICK[0]} with {YARDSTICK[1]} at {last}, "
+        f"{text} The last column is the paired difference from {yard.group.label} with {WINDOW} at {last}, "
         "± one standard error."
     )
 
 
 def _yardstick(groups: Sequence[Group]) -> Cell | None:
     """What the last column is beside, at the longest length; None where there is no such row."""
-    yard = next((group for group in groups if group.label == YARDSTICK[0]), None)
-    return None if yard is None or sampled(groups) else cell(yard, columns(groups)[-1], YARDSTICK[1])
+    yard = yardstick(groups)
+    return None if yard is None or sampled(groups) else cell(yard, columns(groups)[-1], WINDOW)
 
 
 def losses(results: Results, groups: Sequence[Group], setting: str) -> str:
@@ -57,7 +58,7 @@ def losses(results: Results, groups: Sequence[Group], setting: str) -> str:
         texts = ["" if one is None else _loss(one.loss, one.spread) for one in cells]
         last = cells[-1]
         apart = ""
-        if last is not None and reference is not None and (group.label, setting) != YARDSTICK:
+        if last is not None and reference is not None and (group, setting) != (reference.group, WINDOW):
             found = last.minus(reference)
             if math.isfinite(found.value):
                 apart = f"{found.value:+.3f} ± {found.standard_error:.3f}"
