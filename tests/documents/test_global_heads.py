@@ -32,6 +32,7 @@ from .committed import (
 )
 from .tables import COLUMNS, said, shown, shown_losses, table, tables_of
 from .test_global_heads_small import TABLES as SMALL
+from .test_global_heads_small import apart, apart_at_both
 from .test_starts import TABLES as STARTS
 
 PAGE = (ROOT / "docs/global-heads.md").read_text()
@@ -108,9 +109,9 @@ def far_keys() -> str:
 
 def test_what_is_said_of_far_keys_from_another_start_is_measured():
     first, used, last = (gains("global-heads-6", seed)[3:] for seed in range(3))
-    assert f"lower the loss of seed 1 on these tokens by {-max(used):.2f} to {-min(used):.2f}." in TEXT
     hardly = [*first, *last]
-    assert f"They change that of seeds 0 and 2 by {min(hardly):+.3f} to {max(hardly):+.3f}." in TEXT
+    text = f"they lower the loss of seed 1 by {-max(used):.2f} to {-min(used):.2f}, and change that of seeds 0 and 2 by"
+    assert f"{text} {min(hardly):+.3f} to {max(hardly):+.3f}." in TEXT
 
 
 def test_what_is_said_of_far_keys_on_the_bpe_is_measured():
@@ -185,22 +186,26 @@ def test_what_is_said_of_recall_is_measured():
     assert all(one[64, False] < 0.25 for one in from_the_start)
     half = accuracies(recalls("recall-global-heads")[f"{OURS}-half"])
     least = min(min(one.values()) for one in half)
-    assert f"it finds at least {math.floor(1000 * least) / 10:.1f} % of the keys at every length, with filler" in TEXT
-    softmax = [one[1024, True] for one in accuracies(recalls("recall-global-heads")["softmax-nope-half"])]
-    assert "finds {:.2f}, {:.2f} and {:.2f} among 16 times as many pairs".format(*softmax) in TEXT
+    text = f"`demo-global-heads` finds at least {math.floor(1000 * least) / 10:.1f} % of the keys at every length"
+    assert f"{text}, with filler or with more pairs." in TEXT
+    found = accuracies(recalls("recall-global-heads")["softmax-nope-half"])
+    softmax = [one[1024, True] for one in found]
+    filler = min(share for one in found for (_, grown), share in one.items() if not grown)
+    text = f"Softmax finds at least {filler:.2f} among filler, but"
+    assert f"{text} {{:.2f}}, {{:.2f}} and {{:.2f}} among 16 times as many pairs".format(*softmax) in TEXT
     lssar = accuracies(recalls("recall-global-heads")["lssar-nope-half"])
     least = math.floor(1000 * min(min(one.values()) for one in lssar)) / 10
-    assert f"at least {least:.1f} % of the keys at every length, too" in TEXT
+    assert f"LSSAR finds at least {least:.1f} % of the keys at every length." in TEXT
     every_head = accuracies(recalls("recall-global-heads")["all-softmax-nope-half"])
-    text = "Its three seeds find {:.2f}, {:.2f} and {:.2f} among filler at 16 times the length, and {:.2f}, {:.2f} and"
+    text = "At 16x its three seeds find {:.2f}, {:.2f} and {:.2f} among filler, and {:.2f}, {:.2f} and"
     far = [one[1024, pairs] for pairs in (False, True) for one in every_head]
-    assert f"{text} {{:.2f}} among 16 times as many pairs.".format(*far) in TEXT
+    assert f"{text} {{:.2f}} among pairs.".format(*far) in TEXT
     ours, longer, softmax = (
         [one for one in accuracies(recalls("recall-global-heads")[label]) if one[64, False] > 0.5]
         for label in (OURS, f"{OURS}-longer", "softmax-nope-longer")
     )
     found = [one[1024, True] for one in (*ours, *longer)]
-    assert "the two find {:.2f} and {:.2f}, after twice the steps {:.2f} and {:.2f}.".format(*found) in TEXT
+    assert "seeds 0 and 2 find {:.2f} and {:.2f}, after twice the steps {:.2f} and {:.2f}.".format(*found) in TEXT
     assert f"Seed 0 reached {softmax[0][64, False]:.2f} and was still learning." in TEXT
     once, twice = (accuracies(recalls("recall-global-heads")[row])[0] for row in ("lssar-nope", "lssar-nope-longer"))
     text = "it reached {:.2f} in these, and {:.2f} in 3,000"
@@ -340,32 +345,29 @@ def test_what_is_said_of_a_pair_head_and_of_other_global_heads_on_a_bpe_is_measu
     assert len(by[pair].evaluations) == 3
     level = beside(by, pair, "softmax-4", HERE, HERE)
     assert not level.sure
-    difference = said(level).removesuffix(", inconclusive")
-    assert (
-        f"does not differ significantly from Softmax with the same init std: the difference is "
-        f"{difference} at the training" in TEXT
-    )
+    assert f"Softmax with such a head minus Softmax, both with init std 0.04: {apart(level)}." in TEXT
     for rates in (bpe_losses()["Softmax with a previous-token head", "0.04"], bpe_losses()["`demo-hybrid`", "0.02"]):
         assert min(one for one in rates if one is not None) == rates[1], "4e-3 is the best of three"
     below = [beside(by, ours, pair, *at) for at in ((HERE, HERE), (FAR, WINDOWED))]
     assert not any(one.sure for one in below)
-    here, far = (shown(one).removeprefix("-") for one in below)
-    assert f"a lower loss than it in all three seeds, by {here} and, at 16 times the length, by {far}, both" in TEXT
+    text = f"minus Softmax with such a head: {apart_at_both(*below)}, a lower loss in all three seeds."
+    assert f"Global heads with init std 0.09 at 8e-3 {text}" in TEXT
     for at, its in ((HERE, HERE), (FAR, WINDOWED)):
         theirs = cell(by[pair], *its).values
         assert all(a < b for a, b in zip(cell(by[ours], *at).values, theirs, strict=False))
-    for row in BPE_OTHER_HEADS:
+    names = "softmax in them changes the loss by", "LSSAR, p annealed to 31, changes it by"
+    for row, name in zip(BPE_OTHER_HEADS, names, strict=True):
         higher = [beside(by, row, ours, at, at) for at in (HERE, FAR)]
         assert higher[0].sure
-        said_of = "{} at the training length and by {}".format(*(shown(one).removeprefix("+") for one in higher))
-        assert said_of in TEXT, row
+        assert f"{name} {apart_at_both(*higher)}." in TEXT, row
     rates = bpe_losses()
     softmax = rates["the same with softmax in the global heads", "0.09"]
     lssar = rates["the same with LSSAR there, p annealed to 31", "0.09"]
     assert softmax[2] < softmax[1]
     assert lssar[2] < lssar[1]
     lower, higher = softmax[2] - softmax[3], lssar[3] - lssar[2]
-    assert f"with softmax in them is lower by {lower:.3f}, that with LSSAR higher by {higher:.3f}; both are" in TEXT
+    text = f"with softmax in the global heads is lower by {lower:.3f} than at 8e-3, that with LSSAR higher by"
+    assert f"{text} {higher:.3f}. Both are higher at 4e-3." in TEXT
 
 
 BPE = {
@@ -458,12 +460,11 @@ def test_what_is_said_of_english_documents_is_measured():
     by, ours, pair, layout = by_row("documents"), "global-heads", "softmax-pair-head", "all-softmax-nope"
     lower = [minus(by, pair, "softmax", at) for at in (HERE, WINDOWED)]
     assert all(one.sure for one in lower)
-    text = "Softmax's loss is lower by {}** at the training length and by {} at 16 times it, both with the window"
-    assert text.format(*(shown(one).removeprefix("-") for one in lower)) in TEXT
+    text = apart_at_both(*lower, "1x", "16x, both with the window")
+    assert f"**With a previous-token head Softmax has a lower loss**, in all three seeds: {text}." in TEXT
     level = [minus(by, ours, pair, *at) for at in ((HERE, HERE), (FAR, WINDOWED))]
     assert not any(one.sure for one in level)
-    text = "{} at the training length and, as trained, minus it with the window, {} at 16 times it. Both are"
-    assert text.format(*map(shown, level)) in TEXT
+    assert f"Global heads minus this model: {apart_at_both(*level)}." in TEXT
 
     def seeds(row, at):
         return cell(by[row], *at).values
@@ -472,20 +473,28 @@ def test_what_is_said_of_english_documents_is_measured():
         assert [one.seed for one in cell(by[row], *at).group.evaluations] == [0, 1, 2]
     for at in (HERE, WINDOWED):
         assert all(a < b for a, b in zip(seeds(pair, at), seeds("softmax", at), strict=True))
+    whole = []
     for at, rival in ((HERE, HERE), (FAR, WINDOWED)):
         assert all(a < b for a, b in zip(seeds(ours, at), seeds("softmax", rival), strict=True))
-        assert not minus(by, ours, "softmax", at, rival).sure
+        whole.append(minus(by, ours, "softmax", at, rival))
+        assert not whole[-1].sure
         assert all(a < b for a, b in zip(seeds(ours, at), seeds(layout, at), strict=True))
+    assert f"**Global heads minus Softmax: {apart_at_both(*whole)}.**" in TEXT
     leads = [b - a for a, b in zip(seeds(ours, HERE), seeds("softmax", HERE), strict=True)]
-    assert f"by {min(leads):.3f} to {max(leads):.3f} at the training length. With three seeds the mean" in TEXT
-    near, *apart = (minus(by, layout, ours, at) for at in (HERE, FAR, WINDOWED))
+    text = "Global heads have the lower loss in all three seeds at both lengths, at 1x by"
+    assert f"{text} {min(leads):.3f} to {max(leads):.3f}." in TEXT
+    near, *others = (minus(by, layout, ours, at) for at in (HERE, FAR, WINDOWED))
     assert not near.sure
-    assert all(one.sure for one in apart)
-    assert "difference is {}, both as trained, and {}, both with the window.".format(*map(shown, apart)) in TEXT
-    assert f"At the training length it is {said(near).removeprefix('+')}." in TEXT
+    assert all(one.sure for one in others)
+    far, windowed = others
+    assert f"**The all-softmax layout minus global heads: {apart_at_both(near, far)}**, a higher loss in every" in TEXT
+    assert f"With the window in both it is {apart(windowed, '16x')}." in TEXT
     far = minus({"as trained": by[ours], "window": by[ours]}, "as trained", "window", FAR, WINDOWED)
     assert far.sure
-    assert f"it is above that with the window by {shown(far)}." in TEXT
+    assert far.value > 0
+    assert (
+        f"**Far keys raise the loss of global heads.** As trained minus with the window: {apart(far, '16x')}." in TEXT
+    )
     assert cell(by[ours], *FAR).loss < cell(by[ours], *HERE).loss
     for page in of_pages("docs/evidence.md", "docs/limitations.md"):
         assert f"is {shown(level[0])} at the training length, inconclusive (three seeds)" in page
@@ -519,9 +528,9 @@ def test_what_is_said_of_the_losses_holds_for_every_seed():
     here, far, windowed = (by_seed("layouts", OURS, at) for at in (HERE, FAR, WINDOWED))
     softmax, below = (by_seed("layouts", "Softmax", at) for at in (HERE, WINDOWED))
     leads = [softmax[seed] - loss for seed, loss in here.items()]
-    assert f"in all eight seeds, by {min(leads):.3f} to {max(leads):.3f}." in TEXT
+    text = f"than Softmax in all eight seeds: by {min(leads):.3f} to {max(leads):.3f} (1x), and by"
     leads = [below[seed] - loss for seed, loss in far.items()]
-    assert f"in each of them, by {min(leads):.3f} to {max(leads):.3f}." in TEXT
+    assert f"{text} {min(leads):.3f} to {max(leads):.3f} (16x).**" in TEXT
     before = by_seed("layouts", OURS, (8.0, "as trained"))
     assert all(loss < here[seed] for seed, loss in before.items())
     assert f"it moves by at most {max(abs(far[seed] - loss) for seed, loss in before.items()):.3f}" in TEXT
@@ -529,22 +538,20 @@ def test_what_is_said_of_the_losses_holds_for_every_seed():
         label: replace(by[label], evaluations=tuple(one for one in by[label].evaluations if one.seed))
         for label in (OURS, "Softmax")
     }
-    alone = [said(minus(some, OURS, "Softmax", *pair)) for pair in ((HERE, HERE), (FAR, WINDOWED))]
-    text = "Without seed 0 its differences from Softmax are {} at the training length and, as trained, {} from"
-    assert text.format(*alone) in TEXT
+    alone = [minus(some, OURS, "Softmax", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
+    assert f"Without seed 0, `demo-global-heads` minus Softmax: {apart_at_both(*alone)}." in TEXT
     whole = [shown(minus(by, OURS, "Softmax", *pair)).removeprefix("-") for pair in ((HERE, HERE), (FAR, WINDOWED))]
-    assert (
-        f"has a lower loss than Softmax by {whole[0]} at the training length, and at 16 times "
-        f"it, as trained, a lower one" in TEXT
-    )
-    assert f"a lower one than Softmax with a window by {whole[1]} (eight seeds).**" in TEXT
+    text = f"has a lower loss than Softmax by {whole[0]} at the training length. At 16 times that length it needs no"
+    assert f"{text} window, and has a lower loss than Softmax with a window by {whole[1]} (eight seeds).**" in TEXT
     laser = by_seed("layouts", "laser-lssa-local", HERE)
     assert sum(loss < laser[seed] for seed, loss in here.items()) == 7
-    near, both = (said(minus(by, OURS, "laser-lssa-local", at)) for at in (HERE, WINDOWED))
-    assert f"by {near.removeprefix('-')} at the training length, in seven of eight seeds" in TEXT
-    assert f"both with the window, it is below by {both.removeprefix('-')}." in TEXT
+    near, both = (minus(by, OURS, "laser-lssa-local", at) for at in (HERE, WINDOWED))
+    text = (
+        f"minus LASER over LSSA with every other layer local: {apart(near)}, a lower loss in seven of eight seeds, and"
+    )
+    assert f"{text} {apart(both, '16x, both with the window')}." in TEXT
     moved = [far[seed] - loss for seed, loss in windowed.items()]
-    assert f"with the window: it differs by {min(moved):+.3f} to {max(moved):+.3f}, with eight seeds" in TEXT
+    assert f"The difference is {min(moved):+.3f} to {max(moved):+.3f} by seed (eight seeds)." in TEXT
 
 
 def test_no_other_layout_of_the_recipe_is_significantly_below_it():
@@ -562,26 +569,28 @@ def test_what_is_said_of_the_same_layout_with_softmax_holds_for_every_seed():
         assert all(loss > ours[seed] for seed, loss in by_seed("global-heads", layout, at).items())
         leads.append(minus(by, layout, OURS, at))
     assert all(lead.sure for lead in leads)
-    near, far = map(shown, leads)
+    text = (
+        f"The all-softmax layout minus `demo-global-heads`: {apart_at_both(*leads)}, a higher loss in all eight seeds."
+    )
+    assert text in TEXT
+    near = shown(leads[0])
     assert len(by[layout].evaluations) == 8
-    assert f"by {near} at the training length and by {far} at 16 times it." in TEXT
     assert f"by {near} at the training length" in " ".join((ROOT / "docs/evidence.md").read_text().split())
     assert not minus(by, layout, "Softmax").sure
     assert not minus(by, layout, "Softmax", FAR, WINDOWED).sure
     found = cell(by[layout], *HERE).values
-    assert f"the seeds of the all-softmax layout spread over {max(found) - min(found):.3f}" in TEXT
+    text = "One seed of a row may be chance: the seeds of the all-softmax layout spread over"
+    assert f"{text} {max(found) - min(found):.3f}." in TEXT
 
 
 def test_what_is_said_of_its_parts_is_measured():
     by = by_label("layouts", "global-heads")
     local = beside(by, "local-softmax-cosine-nope", OURS)
     assert local.sure
-    assert f"With local softmax heads the loss is higher by {shown(local)} (three seeds)." in TEXT
+    assert f"Local softmax heads raise the loss by {shown(local)} at 1x (three seeds)." in TEXT
 
     def higher(row: str) -> str:
-        both = [beside(by, row, OURS, at) for at in (HERE, FAR)]
-        assert both[0].sure == both[1].sure
-        return " and ".join(map(shown, both)) + ("" if both[0].sure else ", both inconclusive")
+        return apart_at_both(*(beside(by, row, OURS, at) for at in (HERE, FAR)))
 
     softmax = by["softmax-nope"]
     assert len(softmax.evaluations) == 8, "docs/evidence.md"
@@ -589,20 +598,16 @@ def test_what_is_said_of_its_parts_is_measured():
     against = {**by, "Softmax": by_label("layouts")["Softmax"]}
     leads = [beside(against, "softmax-nope", "Softmax", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
     assert all(one.sure for one in leads)
-    assert (
-        "That layout has a lower loss than Softmax by {} and {}.".format(*(shown(one).lstrip("-") for one in leads))
-        in TEXT
-    )
-    assert f"with softmax in them the loss is higher by {higher('softmax-nope')} (eight seeds)." in TEXT
+    assert f"Softmax in the two global heads changes it by {higher('softmax-nope')} (eight seeds)." in TEXT
     for row, name in {
         "ssmax-nope": "SSMax",
         "qknorm-nope": "QK-norm",
         "lssa-nope": "LSSA",
         "lssar-nope": "LSSAR",
     }.items():
-        assert f"with {name} by {higher(row)}" in TEXT
-    assert f"With all heads local the loss is higher by {higher('local')}" in TEXT
-    assert f"Without the previous-token head it is higher by {higher('no-pair-head')}" in TEXT
+        assert f" {name}: {higher(row)}." in TEXT
+    assert f"**All heads local**: {higher('local')}, a higher loss in every seed." in TEXT
+    assert f"**Without the previous-token head**: {higher('no-pair-head')}." in TEXT
     for row in ("ssmax-nope", "qknorm-nope", "lssa-nope", "lssar-nope", "local", "no-pair-head", "laser-cosine-nope"):
         assert len(by[row].evaluations) == 3
     for at in (HERE, FAR):
@@ -614,8 +619,8 @@ def test_what_is_said_of_its_parts_is_measured():
         assert not beside(by, level, "local").sure
     third = [beside(by, "cosine", OURS, at) for at in (HERE, FAR)]
     assert all(one.sure for one in third)
-    text = f"higher by {shown(third[0])} at the training length, and by {shown(third[1])} at 16 times it (three seeds)."
-    assert text in TEXT
+    assert f"**A third of RoPE in the two global heads**: {apart_at_both(*third)}." in TEXT
+    assert len(by["cosine"].evaluations) == 3
 
 
 def test_what_is_said_of_other_windows_and_numbers_of_heads_is_measured():
@@ -626,18 +631,13 @@ def test_what_is_said_of_other_windows_and_numbers_of_heads_is_measured():
     for at in (HERE, FAR):
         ours, wide = by_seed("layouts", OURS, at), by_seed("layouts-around", "g-window-128", at)
         assert all(loss > ours[seed] for seed, loss in wide.items())
-    higher = (shown(beside(by, "g-window-128", OURS, at)) for at in (HERE, FAR))
-    assert "by {} and, at 16 times the length, by {}, both inconclusive.".format(*higher) in TEXT
+    higher = (beside(by, "g-window-128", OURS, at) for at in (HERE, FAR))
+    assert f"raise the loss in every seed: {apart_at_both(*higher)}." in TEXT
     for row in ("g-window-128", "g-head-in-layer-1"):
         assert not any(beside(by, row, "local", at).sure for at in (HERE, FAR))
     one = [beside(by, "g-head-in-layer-3", "Softmax", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
     assert all(lead.sure for lead in one)
-    near, far = (shown(lead).removeprefix("-") for lead in one)
-    assert (
-        f"It has a lower loss than Softmax by {near} and, at 16 times the length, as trained, "
-        f"a lower one than Softmax with" in TEXT
-    )
-    assert f"Softmax with a window by {far}." in TEXT
+    assert f"This model minus Softmax: {apart_at_both(*one)}." in TEXT
     for row in ("g-head-in-layer-3", "g-three-heads"):
         assert not any(beside(by, row, OURS, at).sure for at in (HERE, FAR))
 
@@ -646,10 +646,18 @@ def test_what_is_said_of_softmax_with_more_steps_is_measured():
     (longer,) = by_label("softmax-as-long").values()
     both = {"ours": by_label("layouts")[OURS], "longer": longer}
     leads = [beside(both, "ours", "longer", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
-    near, far = map(said, leads)
-    assert f"the differences are {near}, at the training length, and {far} at 16 times it" in TEXT
+    text = (
+        f"`demo-global-heads` with 1,100 steps minus that Softmax: {apart_at_both(*leads)}, a lower loss in all three"
+    )
+    assert text in TEXT
+    for at, rival in ((HERE, HERE), (FAR, WINDOWED)):
+        ours = by_seed("layouts", OURS, at)
+        assert [one.seed for one in longer.evaluations] == [0, 1, 2]
+        assert all(ours[seed] < loss for seed, loss in enumerate(cell(longer, *rival).values)), "in all three seeds"
+    near = said(leads[0])
     before = beside({"longer": longer, "Softmax": by_label("layouts")["Softmax"]}, "Softmax", "longer")
-    assert f"takes {shown(before)} off Softmax's loss" in TEXT
+    assert before.sure
+    assert f"the loss of Softmax is lower by {shown(before).removeprefix('-')} at 1x." in TEXT
     assert of_pages("docs/evidence.md")[0].count(f"at the training length is {near} (three seeds)") == 1
 
 
@@ -663,8 +671,9 @@ def test_what_is_said_of_longer_texts_is_measured():
         pairs = ((4.0, "as trained"), (512 / length, "as trained")), (FAR, (2048 / length, "window 1x"))
         return [beside(both, "ours", "softmax", *pair) for pair in pairs]
 
-    near, far = leads("Softmax, 4 texts of 512")
-    assert f"4 texts of 512 bytes a step by {shown(-near)} on 512 bytes and by {shown(-far)} on 2,048" in TEXT
+    where = "512 bytes", "2,048, Softmax with its window"
+    higher = apart_at_both(*(-one for one in leads("Softmax, 4 texts of 512")), *where)
+    assert f"Softmax trained on 4 texts of 512 bytes a step minus global heads: {higher}." in TEXT
     one, longer = (found[name] for name in ("Softmax, 4 texts of 512", "Softmax, one text of 2,048"))
     assert {each.seed for _, _, group in (one, longer) for each in group.evaluations} == {0}
     windowed = [cell(group, 2048 / length, "window 1x").loss for _, length, group in (one, longer)]
@@ -677,8 +686,8 @@ def test_what_is_said_of_longer_texts_is_measured():
         assert minus(both, "ours", "softmax", FAR, (4.0, "window 1x")).value > 0
     leads_of_it = leads("Softmax, 16 texts of 512")
     assert not any(lead.sure for lead in leads_of_it)
-    near, far = (said(lead).removeprefix("+") for lead in leads_of_it)
-    assert f"global heads that read a quarter of it by {near}, on 512 bytes and by {far}, on 2,048" in TEXT
+    lower = apart_at_both(*(-one for one in leads_of_it), *where)
+    assert f"minus global heads, which read a quarter of it: {lower}, a lower loss in both seeds." in TEXT
 
 
 def test_what_is_said_of_a_head_that_sees_two_tokens_is_measured():
@@ -689,13 +698,10 @@ def test_what_is_said_of_a_head_that_sees_two_tokens_is_measured():
     assert all(one.sure for one in (*lower, *ours))
     assert 0.35 < lower[0].value / minus(by, OURS, "Softmax").value < 0.45, "two fifths"
     gaps = [shown(one).removeprefix("-") for one in (*lower, *ours)]
-    text = (
-        "has a lower loss than Softmax by {} at the training length and, both with the "
-        "window, by {} at 16 times it (eight seeds)."
-    )
-    assert text.format(*gaps[:2]) in TEXT
-    text = "by {} at the training length, and as trained at 16 times it, where this model has a window, by {}."
-    assert f"in all eight seeds: {text.format(*gaps[2:])}" in TEXT
+    text = apart_at_both(*lower, "1x", "16x, both with the window")
+    assert f"Softmax with such a head minus Softmax: {text}. `demo-global-heads` minus" in TEXT
+    text = f"minus Softmax with such a head: {apart_at_both(*ours)}, a lower loss in all eight seeds."
+    assert f"`demo-global-heads` {text}" in TEXT
     for at, rival in ((HERE, HERE), (FAR, WINDOWED)):
         theirs = by_seed("layouts", pair, rival)
         assert all(loss < theirs[seed] for seed, loss in by_seed("layouts", OURS, at).items())
@@ -714,14 +720,14 @@ def test_what_is_said_of_other_local_heads_is_measured():
     rows = [f"near-{name}" for name in ("lssa", "laser", "laser-cosine", "laser-softplus")]
     assert all(len(by[row].evaluations) == 3 for row in rows)
     assert not any(beside(by, row, OURS, at).sure for row in rows for at in (HERE, FAR))
-    *more, last = (shown(beside(by, row, OURS)) for row in rows)
-    text = "With LSSA, LASER, LASER over cosine softmax and LASER over softplus it is higher by"
-    assert f"{text} {', '.join(more)} and {last}, all inconclusive (three seeds)." in TEXT
+    names = "LSSA", "LASER", "LASER over cosine softmax", "LASER over softplus"
+    more = (f"{name} {shown(beside(by, row, OURS), '+')}" for name, row in zip(names, rows, strict=True))
+    assert f"**Other local heads**, at 1x: {', '.join(more)}, all inconclusive." in TEXT
 
 
 def test_what_is_said_of_far_keys_holds_for_every_seed():
     far = [gain for seed in range(3) for gain in gains(OURS, seed)[3:]]
-    assert f"lower by {-max(far):.2f} to {-min(far):.2f} than with the window" in TEXT
+    assert f"far keys lower its loss by {-max(far):.2f} to {-min(far):.2f}, in all three seeds" in TEXT
     near = [gain for seed in range(3) for gain in gains(OURS, seed)[:3]]
     assert f"far keys cost {min(near):.2f} to {max(near):.2f}" in TEXT
     # Keys 128 to 511 tokens back
@@ -767,21 +773,21 @@ def test_what_is_said_of_bpe_is_measured():
     near, far = (beside(by, ours, best, *pair) for pair in pairs)
     assert near.sure
     assert far.sure
-    assert f"the difference is {shown(near)} at the training length and, at 16 times it, as trained, minus" in TEXT
-    assert f"minus Softmax with a window, {shown(far)} (five seeds)." in TEXT
+    text = "global heads have a lower loss than Softmax, each with the best init std and rate that were tried:"
+    assert f"{text} {apart_at_both(near, far)}, in each of five seeds." in TEXT
+    assert all(len(by[row].evaluations) == 5 for row in (ours, best))
     for at, its in pairs:
         losses = (cell(by[row], *where).values for row, where in ((ours, at), (best, its)))
         assert all(mine < other for mine, other in zip(*losses, strict=True)), "in every seed"
     later = of_seeds({row: by[row] for row in (ours, best)}, {1, 2, 3, 4})
     without = [minus(later, ours, best, *pair) for pair in pairs]
     assert not any(one.sure for one in without)
-    assert "Without it the differences are {} and {}, both inc".format(*map(shown, without)) in TEXT
-    assert (
-        f"a higher loss than Softmax with the same init std by "
-        f"{said(beside(by, 'global-heads', 'Softmax')).removeprefix('+')}." in TEXT
-    )
+    assert f"Without it the difference is {apart_at_both(*without)} (four seeds)." in TEXT
+    higher = apart(beside(by, "global-heads", "Softmax"))
+    assert f"With init std 0.02 global heads minus Softmax, both at 4e-3: {higher}." in TEXT
     assert not beside(by, "global-heads-start", best).sure
-    assert f"minus itself with a window, is {shown(minus(by, ours, ours, FAR, WINDOWED), '+')}." in TEXT
+    own = apart(minus(by, ours, ours, FAR, WINDOWED), "16x")
+    assert f"Global heads with init std 0.09 at 8e-3, as trained minus with the window: {own}." in TEXT
     assert minus(by, ours, ours, FAR, WINDOWED).sure
     assert minus(by, ours, ours, FAR, WINDOWED).value > 0, "docs/evidence.md: far keys do not lower the mean"
     for name in ("README.md", "docs/limitations.md"):
@@ -794,28 +800,32 @@ def test_what_is_said_of_bpe_is_measured():
     for start in ("0.02", "0.04", "0.09"):
         assert rates["Softmax", start][2] > rates["Softmax", start][1]
     lowered = [rates["global heads", start][1] - rates["global heads", start][2] for start in ("0.09", "0.04")]
-    assert (
-        "It lowers the loss of global heads, by {:.3f} with init std 0.09 and by {:.3f} with 0.04.".format(*lowered)
-        in TEXT
-    )
+    text = "It lowers that of global heads, by {:.3f} with init std 0.09 and by {:.3f} with 0.04."
+    assert text.format(*lowered) in TEXT
     _, _, best_rate, beyond = rates["global heads", "0.04"]
-    assert f"with 0.04 it is higher there by {beyond - best_rate:.3f} (seed 0)." in TEXT
-    for model in ("Softmax", "all-softmax layout"):
+    lowest = rates["global heads", "0.09"][2] - rates["global heads", "0.09"][3]
+    text = f"At 16e-3 the loss of global heads is lower by {lowest:.3f} with init std 0.09, and higher by"
+    assert f"{text} {beyond - best_rate:.3f} with 0.04." in TEXT
+    assert (
+        f"0.09 at 8e-3 for global heads (16e-3 changes the loss by {-lowest:+.3f}), and 0.04 at 4e-3 for Soft" in TEXT
+    )
+    for model in ("Softmax", "Softmax with a previous-token head", "all-softmax layout"):
         half, same, twice = rates[model, "0.04"][:3]
         assert same < min(half, twice)
+    least = {start: min(one) for (model, start), one in known.items() if model == "all-softmax layout"}
+    assert min(least, key=least.__getitem__) == "0.04", "the best for both"
     laser, softmax = (min(min(known[name, start]) for start in ("0.02", "0.04", "0.09"))
                       for name in ("LASER over LSSA, every other layer local", "Softmax"))  # fmt: skip
-    assert (
-        f"With its best init std, 0.02, its loss is {laser:.3f}. That of Softmax is {softmax:.3f} with 0.04 (" in TEXT
-    )
+    assert f"With its best init std, 0.02, its loss is {laser:.3f}, that of Softmax {softmax:.3f}." in TEXT
     layout = "all-softmax-nope-4"
     level = beside(by, layout, best)
     assert not level.sure
-    assert f"from Softmax with init std 0.04: the difference is {shown(level)} at the training length." in TEXT
+    text = "The all-softmax layout minus Softmax, each with init std 0.04, the best for both:"
+    assert f"{text} {apart(level)}." in TEXT
     both = [beside(by, ours, layout, at) for at in (HERE, FAR)]
     assert not any(one.sure for one in both)
-    near, far = (shown(one).removeprefix("-") for one in both)
-    assert f"in all three seeds, by {near} and, at 16 times the length, by {far}, both inconclusive." in TEXT
+    text = f"minus this all-softmax layout: {apart_at_both(*both)}, a lower loss in all three seeds."
+    assert f"Global heads with init std 0.09 at 8e-3 {text}" in TEXT
     for at in (HERE, FAR):
         losses = (cell(by[row], *at).values for row in (ours, layout))
         assert all(mine < other for mine, other in zip(*losses, strict=False)), "seeds 0 to 2"
@@ -836,22 +846,21 @@ def test_what_is_said_of_longer_training_on_a_bpe_is_measured():
         [f"{softmax - mine:.3f}" for mine, softmax in zip(losses[better][mine_at], losses[best][at], strict=True)]
         for mine_at, at in ((0, 0), (1, 2))
     ]
+    assert min(float(one) for lead in leads for one in lead) > 0, "in all three seeds"
     near, far = ("{}, {} and {}".format(*lead) for lead in leads)
-    text = (
-        f"by {near} at the training length and, at 16 times it, as trained, a lower one than that Softmax with a window"
-    )
-    assert f"{text} by {far}." in TEXT
+    assert f"**Global heads with init std 0.09 lead in every seed**: by {near} (1x), and by {far} (16x)." in TEXT
     whole = [beside(by, better, best, *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
     assert [one.sure for one in whole] == [False, True]
-    assert "the mean, {}, is inconclusive; at 16 times it, it is {}.".format(*map(shown, whole)) in TEXT
+    text = "a lower loss than the best Softmax in all three seeds, at 1x and at 16x:"
+    assert f"{text} {apart_at_both(*whole)}.**" in TEXT
     started = by_row("learning-rates-bpe")
     for at, pair, larger in ((0, (HERE, HERE), True), (1, (FAR, WINDOWED), False)):
         shorter = beside(started, "global-heads-start-twice", "softmax-4", *pair)
         assert (shorter.value < whole[at].value) == larger
     lower = beside(by, best, "softmax")
-    assert f"lower than with 0.02 by {said(lower).removeprefix('-')}, in all three seeds." in TEXT
+    assert f"Init std 0.04 minus 0.02: {apart(lower)}, a lower loss in all three seeds." in TEXT
     spreads = [max(losses[row][0]) - min(losses[row][0]) for row in (best, "softmax")]
-    assert "differ by {:.3f} with 0.04, and by {:.3f} with 0.02.".format(*spreads) in TEXT
+    assert "Its seeds differ by {:.3f} with 0.04, and by {:.3f} with 0.02.".format(*spreads) in TEXT
     assert all(one < other for one, other in zip(losses[best][0], losses["softmax"][0], strict=True))
     assert beside(by, better, "laser-lssa-local").sure
     first, limits = of_pages("docs/evidence.md", "docs/limitations.md")
@@ -862,34 +871,34 @@ def test_what_is_said_of_longer_training_on_a_bpe_is_measured():
     level, sure = (minus(by, better, rival, at) for at in (HERE, FAR))
     assert sure.sure
     assert not level.sure
-    assert f"as trained at 16 times the length, by {shown(sure).removeprefix('-')}, and in all three seeds" in TEXT
-    assert f"at the training length, by {shown(level).removeprefix('-')}, which is inconclusive." in TEXT
+    text = f"minus the all-softmax layout: {apart(level)}, a lower loss in all three seeds, and {apart(sure, '16x')}."
+    assert f"With init std 0.09 global heads {text}" in TEXT
     assert all(one < other for one, other in zip(losses[better][0], losses[rival][0], strict=True))
     assert not any(beside(by, rival, best, *pair).sure for pair in ((HERE, HERE), (FAR, WINDOWED)))
     own, its = (minus(by, row, row, FAR, WINDOWED) for row in (better, rival))
     assert not own.sure
     assert its.sure
-    assert f"the loss of global heads with init std 0.09 by {shown(own)} relative to a window, inconclusive." in TEXT
+    text = "**Far keys do not lower the mean loss significantly with init std 0.09.** As trained minus with the window:"
+    assert f"{text} {apart(own, '16x')}." in TEXT
     assert "With 1.3 M, where global heads have a lead, far keys do not lower the mean." in first
-    assert f"The all-softmax layout has {said(its)}: far keys raise its loss." in TEXT
+    assert its.value > 0
+    assert f"Far keys raise the loss of the all-softmax layout: {apart(its, '16x')}." in TEXT
     starts = {row: (by[f"{row}-start"], by[row]) for row in ("softmax", ours, layout)}
     higher = {row: cell(both[0], *HERE).values[0] > cell(both[1], *HERE).values[0] for row, both in starts.items()}
     assert higher == {"softmax": True, ours: False, layout: False}
     assert not beside(by, ours, "softmax").sure
     assert not beside(by, ours, "softmax", FAR, WINDOWED).sure
-    own = minus(by, ours, ours, WINDOWED, FAR)
+    own = minus(by, ours, ours, FAR, WINDOWED)
     assert own.sure
-    assert f"It has a lower loss than itself with a window by {shown(own)}." in TEXT
+    text = "**With init std 0.02 global heads use far keys (one seed).** As trained minus with the window:"
+    assert f"{text} {apart(own, '16x')}." in TEXT
     near, far = (minus(by, layout, ours, at) for at in (HERE, FAR))
     assert near.sure
     assert far.sure
-    text = (
-        f"a higher loss than it by {shown(near)} at the training length, and by {shown(far)} "
-        f"at 16 times it, as trained."
-    )
-    assert text in TEXT
+    assert f"The all-softmax layout with init std 0.02 minus them: {apart_at_both(near, far)}." in TEXT
     found = [gains(f"bpe-longer-{row}", 0) for row in (ours, layout)]
     lower = [f"{-max(one[3:]):.2f} to {-min(one[3:]):.2f}" for one in found]
-    assert f"lower by {lower[0]} than with the window. With the all-softmax layout it is lower by {lower[1]}." in TEXT
+    text = f"far keys lower their loss at 16x by {lower[0]}, and that of the all-softmax layout by {lower[1]}."
+    assert text in TEXT
     cost = [f"{min(one[1:3]):.2f} to {max(one[1:3]):.2f}" for one in found]
-    assert f"far keys cost {cost[0]}, and {cost[1]} with softmax." in TEXT
+    assert f"far keys cost {cost[0]}, and {cost[1]} with the all-softmax layout." in TEXT

@@ -1,8 +1,13 @@
-"""docs/global-heads.md: what it says of 9 to 10 M parameters."""
+"""docs/global-heads.md: what it says of 3.2 M and of 9 to 10 M parameters.
+
+Over 400 lines: the sizes share their readers, and how the page writes a difference.
+"""
 
 import json
+from math import hypot
 from statistics import fmean
 
+from softfocus.lab.evaluate.means import Estimate
 from softfocus.lab.report.points import Group, cell
 from softfocus.lab.run_folder.results import AS_TRAINED, Evaluation, Setting
 
@@ -100,6 +105,19 @@ def positions() -> str:
     return table(["", "by position of the token", *across], rows)
 
 
+def apart(found: Estimate, where: str = "1x") -> str:
+    """A difference, as the page writes it: with its length, and whether it is significant."""
+    return f"{shown(found, '+')} ({where}{'' if found.sure else ', inconclusive'})"
+
+
+def apart_at_both(near: Estimate, far: Estimate, *where: str) -> str:
+    """The same at two lengths: 1x and 16x where nothing else is said."""
+    here, there = where or ("1x", "16x")
+    if near.sure or far.sure:
+        return f"{apart(near, here)} and {apart(far, there)}"
+    return f"{shown(near, '+')} ({here}) and {shown(far, '+')} ({there}), both inconclusive"
+
+
 def lower(by: dict[str, Group], ours: str, rival: str, *at: tuple[float, str]) -> str:
     """By how much a row is below another; it has to be sure."""
     found = beside(by, ours, rival, *at)
@@ -126,12 +144,17 @@ def test_what_is_said_of_ten_million_parameters_holds_for_every_seed():
         share = beside(by, "all-softmax-nope", "Softmax").value / beside(by, "global-heads", "Softmax").value
         assert 0.4 < share < 0.6
         lower(by, "all-softmax-nope", "Softmax", HERE, HERE)
-    near, far = ([lower(by, "global-heads", "all-softmax-nope", at, at) for by in both] for at in (HERE, FAR))
-    assert "length by {} on bytes and {} on BPE tokens,".format(*near) in TEXT
-    assert "both as trained, by {} and {}, in all three seeds.".format(*far) in TEXT
-    own, softmax = ([lower(by, row, row, FAR, WINDOWED) for by in both] for row in ("global-heads", "all-softmax-nope"))
-    assert "by {} nats per byte, and by {} per BPE token".format(*own) in TEXT
-    assert "layout the gains are {} and {}.".format(*softmax) in TEXT
+    layout = [[beside(by, "global-heads", "all-softmax-nope", at, at) for at in (HERE, FAR)] for by in both]
+    text = "Global heads minus the all-softmax layout, on bytes: {}. On BPE tokens: {}."
+    assert text.format(*(apart_at_both(*leads) for leads in layout)) in TEXT
+    for row in ("global-heads", "all-softmax-nope"):
+        for by in both:
+            lower(by, row, row, FAR, WINDOWED)
+    own, softmax = (
+        [shown(minus(by, row, row, FAR, WINDOWED)) for by in both] for row in ("global-heads", "all-softmax-nope")
+    )
+    assert "As trained minus with the window, at 16x: {} on bytes, {} on BPE tokens.".format(*own) in TEXT
+    assert "The all-softmax layout gains less: {} and {}.".format(*softmax) in TEXT
     for study in TEXTS:  # "does the first two": not above Softmax at 1x, as above, and flat to 16x
         here, far = (by_seed(study, "global-heads", at) for at in (HERE, FAR))
         assert all(loss < here[seed] for seed, loss in far.items())
@@ -149,7 +172,7 @@ def test_what_is_said_of_repeats_is_measured():
     assert f"It is then {min(rival):.2f} to {max(rival):.2f} lower than that of the all-softmax layout." in TEXT
     near, theirs = ([-one for one in some[1:3]] for some in (gains, its))
     assert f"On nearer repeats global heads lose at most {max(near):.2f} by seeing far keys. The all-softmax" in TEXT
-    assert f"layout loses {min(theirs):.2f} and {max(theirs):.2f}:" in TEXT
+    assert f"layout loses {min(theirs):.2f} and {max(theirs):.2f}." in TEXT
 
 
 def test_far_keys_help_with_the_positions_and_in_nearly_all_documents():
@@ -184,23 +207,19 @@ def test_the_headlines_of_ten_million_parameters_are_the_measured_ones():
         "best": by_label("small-gpu/one-pass")["Softmax"], "half": by_label("small-gpu/longer-rates")["Softmax"]
     }  # fmt: skip
     near, far = (beside(groups, "global-heads", "best", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED)))
-    assert f"Global heads minus this Softmax (same seeds): {said(near)}, at the training length;" in TEXT
-    assert f"training length; {said(far)} at 16 times it, as trained, against Softmax with a window." in TEXT
+    assert f"with the window). Global heads minus this Softmax: {apart_at_both(near, far)}. * **The layout" in TEXT
     assert not near.sure
     assert far.sure
     layout = [beside(groups, "all-softmax-nope", "best", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
     assert all(one.sure for one in layout)
-    above, below = (shown(one).removeprefix("-") for one in layout)
-    assert (
-        f"has a higher loss than this Softmax by {above} and, at 16 times the length, as "
-        f"trained, a lower one than it with a window by {below}." in TEXT
-    )
+    assert f"The all-softmax layout minus Softmax in steps of 32K tokens: {apart_at_both(*layout)}." in TEXT
     best = (fmean(cell(groups["best"], *at).values) for at in (HERE, WINDOWED))
-    assert "of the same text: {:.3f}, and {:.3f} at 16 times the length with a window.".format(*best) in TEXT
+    assert "of the same text: {:.3f} (1x) and {:.3f} (16x, with the window).".format(*best) in TEXT
     half = (fmean(cell(groups["half"], *at).values) for at in (HERE, WINDOWED))
-    assert "at 1e-3 have {:.3f} and, at 16 times the length with a window, {:.3f}.".format(*half) in TEXT
-    leads = [lower(groups, "global-heads", "half", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
-    assert "Global heads are {} and {} below.".format(*leads) in TEXT
+    text = "at 1e-3 have {:.3f} (1x) and {:.3f} (16x, with the window). Global heads minus this Softmax: ".format(*half)
+    leads = [beside(groups, "global-heads", "half", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
+    assert all(one.sure and one.value < 0 for one in leads)
+    assert f"{text}{apart_at_both(*leads)}." in TEXT
     laser, softmax = (fmean(by_seed("small-gpu/longer", row, HERE).values()) for row in ("laser-lssa-local", "Softmax"))
     one_pass = [fmean(by_seed("small-gpu/one-pass", row, HERE).values()) for row in ("laser-lssa-local", "Softmax")]
     assert f"{laser:.3f}" == f"{one_pass[0]:.3f}"
@@ -246,7 +265,7 @@ def test_the_lead_at_the_best_rates_is_the_measured_one():
     softmax, ours = (at_rates("small-gpu/bytes", row) for row in ("Softmax", "global-heads"))
     its, mine = (min(tried.values(), key=lambda one: one.row(512).loss) for tried in (softmax, ours))
     near, far = its.row(512).loss - mine.row(512).loss, its.row(8192, window).loss - mine.row(8192).loss
-    assert f"the lead on bytes is {near:.3f} there, and {far:.3f} at 16 times it" in TEXT
+    assert f"On bytes, with each model at its best rate at 1x, the lead is {near:.3f} (1x) and {far:.3f} (16x)." in TEXT
 
 
 LARGER = {
@@ -279,15 +298,15 @@ def test_what_is_said_of_a_head_of_two_tokens_in_the_larger_model_is_measured():
     by, pair = larger(), "softmax-pair-head"
     level = beside(by, pair, "Softmax")
     assert not level.sure
-    assert f"differ significantly from Softmax: {shown(level)} at the training length, inconclusive." in TEXT
+    assert f"Softmax with such a head minus Softmax: {apart(level)}. Global heads minus Softmax with such" in TEXT
     below = [beside(by, "global-heads", pair, *at) for at in ((HERE, HERE), (FAR, WINDOWED))]
     assert all(one.sure for one in below)
-    near, far = (shown(one).removeprefix("-") for one in below)
-    text = "by {} and, as trained at 16 times the length, where it has a window, by {}."
-    assert text.format(near, far) in TEXT
+    text = f"Global heads minus Softmax with such a head: {apart_at_both(*below)}, a lower loss in all three seeds."
+    assert text in TEXT
     for at, rival in ((HERE, HERE), (FAR, WINDOWED)):
         pairs = zip(cell(by["global-heads"], *at).values, cell(by[pair], *rival).values, strict=True)
         assert all(mine < its for mine, its in pairs)
+    near = shown(below[0]).removeprefix("-")
     text = f"global heads are [lower by {near}](global-heads.md#a-larger-model) (three seeds)."
     assert text in of_pages("docs/evidence.md")[0]
 
@@ -299,20 +318,30 @@ def test_what_is_said_of_the_larger_model_holds_for_every_seed():
     assert [one.seed for one in by["global-heads"].evaluations] == [0, 1, 2]
     for mine, its in zip(ours, rivals, strict=True):
         assert all(loss < other for loss, other in zip(mine, its, strict=False))
-    for pair, small in (((HERE, HERE), (HERE, HERE)), ((FAR, WINDOWED), (FAR, WINDOWED))):
-        lead = beside(by, "global-heads", "Softmax", *pair)
+    pairs = (HERE, HERE), (FAR, WINDOWED)
+    leads = [beside(by, "global-heads", "Softmax", *pair) for pair in pairs]
+    assert f"a lower loss than Softmax, too: {apart_at_both(*leads)}, in all three seeds.**" in TEXT
+    smaller = [minus(by_label("layouts"), "cosine-nope", "Softmax", *pair) for pair in pairs]
+    for lead, small in zip(leads, smaller, strict=True):
         assert lead.sure
-        assert lead.value < minus(by_label("layouts"), "cosine-nope", "Softmax", *small).value
-    alone = [lower(by, "global-heads", "all-softmax-nope", at, at) for at in (HERE, FAR)]
-    assert "by {} at the training length, and by {} at 16 times it, both as trained.".format(*alone) in TEXT
+        assert lead.value < small.value
+    more, error = smaller[0].value - leads[0].value, hypot(leads[0].standard_error, smaller[0].standard_error)
+    assert more < 2 * error
+    assert f"The lead over Softmax at 1x is {more:.3f} ± {error:.3f} larger than in the small model, inconc" in TEXT
+    alone = [beside(by, "all-softmax-nope", "global-heads", at, at) for at in (HERE, FAR)]
+    assert all(one.sure and one.value > 0 for one in alone)
+    assert (
+        f"The all-softmax layout minus global heads: {apart_at_both(*alone)}, a higher loss in all three seeds." in TEXT
+    )
     for at in (HERE, FAR):
         mine, its = (cell(by[row], *at).values for row in ("global-heads", "all-softmax-nope"))
         assert all(loss < other for loss, other in zip(mine, its, strict=True))
     own = minus(by, "global-heads", "global-heads", FAR, WINDOWED)
-    assert f"as trained, minus that with the window, is {said(own)}." in TEXT
+    assert not own.sure
+    assert f"Global heads as trained minus global heads with the window: {apart(own, '16x')}." in TEXT
     again, before = runs("larger-intel"), runs("larger")
-    apart = max(abs(one.row(128).loss - before[name].row(128).loss) for name, one in again.items())
-    assert f"and differ by at most {apart:.3f}." in TEXT
+    most = max(abs(one.row(128).loss - before[name].row(128).loss) for name, one in again.items())
+    assert f"and differ by at most {most:.3f}." in TEXT
 
 
 Size = tuple[str, str, str, str, str]
