@@ -36,8 +36,9 @@ def mqars(draw: st.DrawFn) -> tuple[Mqar, int, int]:
         keys=draw(st.integers(pairs, 9)),
         values=draw(st.integers(1, 5)),
         filler=draw(st.integers(1, 3)),
+        nearest=draw(st.integers(0, 20)),
     )
-    length = draw(st.integers(task.least(), 60))
+    length = draw(st.integers(task.least(), 80))
     return task, length, draw(st.integers(0, task.farthest(length)))
 
 
@@ -51,7 +52,7 @@ def test_mqar_asks_for_what_stands_once(drawn: tuple[Mqar, int, int], index: int
     kinds = "".join(word[0] for word in words)
     assert kinds[: 2 * task.pairs] == "kv" * task.pairs
     assert Counter(kinds[2 * task.pairs :])["k"] == task.queries
-    assert Counter(kinds[2 * task.pairs :])["f"] == length - task.least()
+    assert Counter(kinds[2 * task.pairs :])["f"] == length - 2 * task.pairs - task.queries
     pairs = dict(zip(words[: 2 * task.pairs : 2], words[1 : 2 * task.pairs : 2], strict=True))
     assert len(pairs) == task.pairs, "keys differ"
     asked = np.flatnonzero(found.labels != IGNORED)
@@ -62,7 +63,7 @@ def test_mqar_asks_for_what_stands_once(drawn: tuple[Mqar, int, int], index: int
         assert task.words[found.labels[place]] == pairs[words[place]]
         distance = int(found.distances[place])
         assert words[place - distance] == words[place]
-        assert distance >= nearest
+        assert distance >= max(nearest, task.nearest)
     assert not found.distances[found.labels == IGNORED].any()
 
 
@@ -186,8 +187,13 @@ def test_a_task_grows_on_its_own_vocabulary() -> None:
 
 @pytest.mark.parametrize(
     "task",
-    [Mqar(4, 3, keys=16, values=8, filler=4), Passkey(2), in_text("bytes")],
-    ids=lambda task: type(task).__name__,
+    [
+        Mqar(4, 3, keys=16, values=8, filler=4),
+        Mqar(4, 3, keys=16, values=8, filler=4, nearest=20),
+        Passkey(2),
+        in_text("bytes"),
+    ],
+    ids=lambda task: f"{type(task).__name__}-{task.nearest}",
 )
 def test_lengths_without_room_are_refused(task: Asking) -> None:
     least = task.least()

@@ -82,6 +82,15 @@ def stop_at(count: int, kind: str) -> Any:
 
 
 @pytest.mark.long
+def test_no_answer_lies_nearer_than_the_recipe_says(tmp_path: Path) -> None:
+    train(load("mqar", [*tiny_task("mqar"), "data.mqar.nearest=20"]), tmp_path / "run")
+    found = recall(tmp_path / "run", [T, 2 * T], sequences=8)
+    assert {(row.length, row.nearest) for row in found.rows} == {(T, 20), (2 * T, 32)}
+    near = [part.start for row in found.rows if row.length == T for part in row.by_distance]
+    assert min(near) == 16, "the bucket that 20 lies in"
+
+
+@pytest.mark.long
 def test_a_row_is_what_a_loop_by_hand_counts(run: Path) -> None:
     found = recall(run, [T, 4 * T], sequences=12, batch_tokens=300)
     assert [(row.grown, row.length, row.nearest) for row in found.rows] == [

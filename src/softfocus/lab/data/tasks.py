@@ -40,7 +40,13 @@ class Sample:
 
 
 class Asking(Protocol):
-    """What `softfocus recall` needs of a task."""
+    """What `softfocus recall` needs of a task.
+
+    Attributes:
+        nearest: in no sequence does an answer lie nearer, in tokens.
+    """
+
+    nearest: int
 
     @property
     def chance(self) -> float:
@@ -56,11 +62,11 @@ class Asking(Protocol):
         """Tokens that the shortest sequence takes."""
 
     def farthest(self, length: int) -> int:
-        """The largest `nearest` that a sequence of this length has room for."""
+        """The largest distance that all answers of a sequence of this length can have."""
 
     def sample(self, random: np.random.Generator, length: int, nearest: int = 0) -> Sample:
         """A sequence of exactly `length` tokens in which no answer lies nearer than `nearest`
-        tokens.
+        tokens, nor than the task's own `nearest`.
 
         Raises:
             LabError: the length has no room for that.
@@ -97,6 +103,7 @@ class Mqar:
         keys: different keys that there are.
         values: different values that there are.
         filler: different filler tokens that there are.
+        nearest: in no sequence does an answer lie nearer, in tokens.
     """
 
     pairs: int
@@ -104,6 +111,7 @@ class Mqar:
     keys: int
     values: int
     filler: int
+    nearest: int = 0
 
     @property
     def words(self) -> list[str]:
@@ -121,8 +129,8 @@ class Mqar:
         return self.queries
 
     def least(self) -> int:
-        """Pairs and queries without filler."""
-        return 2 * self.pairs + self.queries
+        """Pairs, as much filler as the nearest answer needs, and queries."""
+        return self._first(self.nearest) + self.queries
 
     def farthest(self, length: int) -> int:
         """All queries at the end."""
@@ -138,7 +146,7 @@ class Mqar:
         pairs[:, 0] = keys + random.choice(self.keys, self.pairs, replace=False)
         pairs[:, 1] = values + random.integers(self.values, size=self.pairs)
         asked = np.resize(random.permutation(self.pairs), self.queries)  # again from the first where they are more
-        first = max(2 * self.pairs, 2 * (self.pairs - 1) + nearest)
+        first = self._first(max(nearest, self.nearest))
         places = first + random.choice(length - first, self.queries, replace=False)
         tokens[places] = pairs[asked, 0]
         labels, distances = np.full(length, IGNORED), np.zeros(length, np.int64)
@@ -149,6 +157,10 @@ class Mqar:
         """More pairs and queries, as far as there are keys."""
         more = replace(self, pairs=self.pairs * factor, queries=self.queries * factor)
         return more if more.pairs <= self.keys else None
+
+    def _first(self, nearest: int) -> int:
+        """The first place that a query may have."""
+        return max(2 * self.pairs, 2 * (self.pairs - 1) + nearest)
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
@@ -171,6 +183,8 @@ def _split(text: str) -> tuple[str, ...]:
 
 class _HiddenNumber(Asking):
     """The sentences around a number: what both tasks of passkeys share."""
+
+    nearest = 0
 
     @property
     @abstractmethod

@@ -58,7 +58,7 @@ def recall(
     Sequences are lengthened in two ways: by filler alone, and with as many times more to remember
     (where the task has that, and keys enough). Up to the training length they are like those of
     training. Beyond it every answer lies at least half the sequence back, or as far as there is
-    room: at a length of 4 times the training length or more, a window of the training length in two
+    room, and never nearer than in training: at a length of 4 times the training length or more, a window of the training length in two
     layers reaches none.
 
     Each row is written to recall.json as it is finished. Rows that are there already are kept and
@@ -202,8 +202,8 @@ def _plans(task: Asking, lengths: Sequence[int], train_length: int) -> Iterator[
             if there is None:
                 continue
             check_length(there, length, remedy="measure {} tokens or more, with --lengths")
-            nearest = min(length // 2, there.farthest(length)) if length > train_length else 0
-            yield _Plan(there, length, grown, nearest)
+            half = min(length // 2, there.farthest(length)) if length > train_length else 0
+            yield _Plan(there, length, grown, nearest=max(half, there.nearest))
 
 
 @torch.inference_mode()

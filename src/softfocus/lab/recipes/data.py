@@ -42,6 +42,7 @@ class MqarTable(Table):
     keys: Words = Field(default=512, description="different keys that there are")
     values: Words = Field(default=64, description="different values that there are")
     filler: Words = Field(default=64, description="different filler tokens that there are")
+    nearest: int = Field(default=0, ge=0, le=2**31, description="no answer lies nearer, in tokens")
 
     @model_validator(mode="after")
     def _fit(self) -> "MqarTable":
