@@ -4,6 +4,7 @@ import json
 import math
 import re
 import statistics
+import tomllib
 
 import pytest
 
@@ -12,20 +13,11 @@ from softfocus.lab.report.points import Cell, cell
 from .committed import FAR, HERE, RESULTS, ROOT, WINDOWED, by_row, claim, encoder_rates, loss, minus, of_pages, of_seeds
 from .tables import shown, shown_loss, table, tables_of
 from .test_claims_rates import TABLES as RATES
-from .test_claims_rates import loss_or_diverged, rates_of
+from .test_claims_rates import given, laser_rates, loss_or_diverged, rates_of, toy_rates
 from .test_claims_reasons import TABLES as REASONS
 
 PAGE = (ROOT / "docs/claims.md").read_text()
 TEXT, SHOWN = " ".join(PAGE.split()), tables_of(PAGE)
-
-
-def toy_rates() -> dict[str, list]:
-    """Rows of table 4, and LASER: at half the claim's learning rate, at it, and at twice that."""
-    swept, own = by_row("toy-learning-rates"), claim("softplus-table-4")
-    same = {row: own.group(row) for row in ("softmax", "lssa", "lssar", "sigmoid_log_n_l1")}
-    same["laser"] = claim("laser-classification").group("laser")
-    groups = {row: (swept[f"{row}-half"], one, swept[f"{row}-twice"]) for row, one in same.items()}
-    return {row: [cell(group, *HERE) for group in three] for row, three in groups.items()}
 
 
 def toy_table() -> str:
@@ -51,26 +43,6 @@ def table_rates() -> dict[str, list[Cell | None]]:
 def rates_of_tables() -> str:
     rows = ([f"`{row}`", *map(loss_or_diverged, cells)] for row, cells in table_rates().items())
     return table(["row", "2e-3", "4e-3", "8e-3"], rows)
-
-
-def laser_rates() -> dict[str, list[Cell]]:
-    """Rows of claims about LASER with QK-norm, with temperatures and with Differential attention,
-    with seed 0: at half the claims' learning rate, at it, and at twice that.
-    """
-    found = {}
-    for study, names in RATES_OF_LASER.items():
-        swept = by_row(study)
-        for name in names:
-            for row in dict.fromkeys(one.rpartition("-")[0] for one in swept):
-                if (own := claim(name).group(row)) is not None:
-                    found[row] = rates_of(swept, own, row)
-    return {row: cells for row, cells in found.items() if row != "laser"}
-
-
-RATES_OF_LASER = {
-    "toy-learning-rates": ("laser-qk-norm",),
-    "llama-learning-rates": ("laser-temperature", "laser-differential"),
-}
 
 
 def rates_of_laser() -> str:
@@ -110,25 +82,36 @@ def test_every_table_is_tested():
 def test_what_the_start_costs_is_the_measured_one():
     rows = ("softmax", "softmax-4", "softmax-8", "lssa", "lssa-4", "lssar", "lssar-4", "lssar-8")
     said = (
-        "is {:.3f} at 2e-3, {:.3f} at 4e-3 and {:.3f} at 8e-3. LSSA's is {:.3f} at 2e-3 and {:.3f} at 4e-3. "
+        "softmax's is {:.3f} at 2e-3, {:.3f} at 4e-3 and {:.3f} at 8e-3. LSSA's is {:.3f} at 2e-3 and {:.3f} at 4e-3. "
         "LSSAR's is {:.3f}, {:.3f} and {:.3f}"
     )
     assert said.format(*(loss("toy-start", f"{row}-s0", 64) for row in rows)) in TEXT
 
 
+def test_the_encoders_have_the_initial_weights_that_are_said():
+    starts = []
+    for model in ENCODERS:
+        runs = runs_of(f"laser-{model}")
+        (start,) = {tomllib.loads(run["recipe"])["model"]["config"]["initializer_range"] for run in runs}
+        starts.append(start)
+    vit, bert, conformer = starts
+    assert f"They have init stds of their own: {vit}, {bert} and {conformer}." in TEXT
+
+
 def test_what_other_rates_cost_at_the_scale_toy_is_the_measured_one():
     rows = {row: [round(one.loss, 3) for one in cells] for row, cells in toy_rates().items()}
     assert [row for row, (half, same, twice) in rows.items() if same > min(half, twice)] == ["lssar"]
+    softmax, lssa, laser = (rows[row][2] - rows[row][1] for row in ("softmax", "lssa", "laser"))
     assert (
-        f"LSSAR, which would gain {rows['lssar'][1] - rows['lssar'][2]:.3f} at twice the rate, less than its seeds "
-        f"differ. There Softmax loses {rows['softmax'][2] - rows['softmax'][1]:.3f}, LSSA "
-        f"{rows['lssa'][2] - rows['lssa'][1]:.3f}, LASER {rows['laser'][2] - rows['laser'][1]:.3f}." in TEXT
+        f"**At 8e-3** the loss is higher than at 4e-3 by {softmax:.3f} for softmax, by {lssa:.3f} for LSSA and by "
+        f"{laser:.3f} for LASER. LSSAR's is lower by {rows['lssar'][1] - rows['lssar'][2]:.3f}, less than its seeds "
+        "differ." in TEXT
     )
     cells = toy_rates()
-    leads = [plain.minus(ours) for plain, ours in zip(cells["softmax"], cells["laser"], strict=True)]
-    assert [lead.sure for lead in leads] == [True, False, True]
-    said = "LASER has a lower loss than Softmax by {} at 2e-3, by {} at 4e-3, inconclusive, and by {} at 8e-3."
-    assert said.format(*map(shown, leads)) in TEXT
+    apart = [ours.minus(plain) for plain, ours in zip(cells["softmax"], cells["laser"], strict=True)]
+    assert [one.sure for one in apart] == [True, False, True]
+    each = map(given, apart, ("2e-3", "4e-3", "8e-3"))
+    assert "**LASER minus softmax**: {}, {} and {}.".format(*each) in TEXT
 
 
 def test_what_is_said_of_the_rates_of_tables_is_measured():
@@ -141,10 +124,10 @@ def test_what_is_said_of_the_rates_of_tables_is_measured():
     gain = max(known[row][1] - known[row][2] for row in twice)
     halved = [known[row][1] - known[row][0] for row in ("softmax_p3", "softmax_p15")]
     assert (
-        f"4e-3 is the best of three rates for {same} of these {len(rates)} rows. Twice that rate is better for seven, "
-        f"by at most {gain:.3f}. Half is better for `softmax_p3` by {halved[0]:.3f} and for `softmax_p15` by "
-        f"{halved[1]:.3f}." in TEXT
+        f"Twice the rate is better for seven rows, by at most {gain:.3f}. Half is better for `softmax_p3` by "
+        f"{halved[0]:.3f} and for `softmax_p15` by {halved[1]:.3f}." in TEXT
     )
+    assert f"4e-3 is the best of three rates for {same} of these {len(rates)} rows." in TEXT
     plain, normed = known["softmax_recentred"], known["softmax_recentred_l1"]
     assert all(with_l1 > without for with_l1, without in zip(normed, plain, strict=True))
     own = claim("softplus-table-4").group("softmax")
@@ -165,13 +148,13 @@ def test_what_laser_gains_at_the_best_rates_is_the_measured_one():
         rates = encoder_rates(model)
         softmax, laser = (min(cells, key=lambda one: one.loss) for cells in rates.values())
         found = laser.minus(softmax)
-        said = f"{100 * found.value:+.1f} ± {100 * found.standard_error:.1f} percentage points"
-        said += "." if found.sure else ", inconclusive."
-        assert f"the {name}'s error rate with LASER less that with softmax is {said}" in TEXT
+        points = f"{100 * found.value:+.1f} ± {100 * found.standard_error:.1f}"
+        assert f"* **{name}**: {points}{'' if found.sure else ' (inconclusive)'}." in TEXT
         page = " ".join((RESULTS / f"claims/laser-{model}.md").read_text().split())
         at_best = {
             "vit": f"LASER's error rate is lower by {-100 * found.value:.1f} ± {100 * found.standard_error:.1f} ",
-            "bert": f"the difference in the error rate is {said.removesuffix('.')}",
+            "bert": f"the difference in the error rate is {points} percentage points"
+            + ("" if found.sure else ", inconclusive:"),
             "conformer": "LASER is behind on average at each, inconclusive at each.",
         }
         assert at_best[model] in page
@@ -185,7 +168,7 @@ def test_what_laser_gains_at_the_best_rates_is_the_measured_one():
         else:
             assert 0 < leads[0] < leads[1] < leads[2], "the lead grows with the rate"
             assert all(cells[3].loss > cells[2].loss for cells in rates.values()), "worse at 8e-3"
-            assert f"ViT's lead is {100 * leads[3]:.1f} points" in TEXT or model == "bert"
+            assert f"the ViT's lead is {100 * leads[3]:.1f} points" in TEXT or model == "bert"
         assert (softmax, laser) == (rates["softmax"][1], rates["laser"][1 if model == "conformer" else 2])
 
 
@@ -204,13 +187,11 @@ def test_what_qk_norm_gains_at_the_best_rates_is_the_measured_one():
     ours = best(normed["qk_norm_laser"])
     found = [ours.minus(rival) for rival in (best(normed["qk_norm"]), best(plain["laser"]))]
     points = [
-        f"{100 * one.value:+.1f} ± {100 * one.standard_error:.1f}" + ("" if one.sure else ", inconclusive")
+        f"{100 * one.value:+.1f} ± {100 * one.standard_error:.1f}" + ("" if one.sure else " (inconclusive)")
         for one in found
     ]
-    assert (
-        f"LASER's error rate with QK-norm less softmax's with it is {points[0]} percentage points, each at its best of "
-        f"three rates. LASER's with QK-norm less LASER's without it is {points[1]}." in TEXT
-    )
+    assert f"* **ViT, both [with QK-norm](results/claims/laser-vit-qk-norm.md)**: {points[0]}." in TEXT
+    assert f"Each at its best of three rates, LASER with QK-norm minus LASER: {points[1]}." in TEXT
 
 
 def test_the_numbers_in_the_shifts_note_are_the_measured_ones():
@@ -294,8 +275,25 @@ def test_what_is_said_of_the_scale_small():
     assert minus(by, "lssar", "lssar", (16.0, "dynamic NTK"), HERE).value < 0
     below = {n: minus(by, "lssar", "softmax", (float(n), "dynamic NTK")) for n in (2, 4, 8, 16)}
     assert {n: found.sure for n, found in below.items()} == {2: True, 4: False, 8: True, 16: True}
-    said = f"{-below[4].value:.3f} ± {below[4].standard_error:.3f}, inconclusive with three seeds"
-    assert f"holds at 2, 8 and 16 times the length. At 4 times it is below by {said}." in TEXT
+    assert all(one.value < 0 for one in below.values())
+    said = f"LSSAR has a lower loss than softmax at 2x, 8x and 16x.** LSSAR minus softmax: {given(below[4], '4x')}."
+    assert said in TEXT
+    plain = claim("softplus-without-ntk", "small").group("lssar")
+    assert cell(plain, *FAR).loss < cell(plain, *HERE).loss, "as trained, too"
+    toy = claim("softplus-figure-1").group("lssar")
+    assert all(cell(toy, 16.0, name).loss > cell(toy, *HERE).loss for name in ("as trained", "dynamic NTK"))
+    assert "LSSAR's loss is lower at 16x than at 1x. At the scale `toy` it is higher." in TEXT
+    recorded = claim("laser-steps", "small")
+    groups = {row: recorded.group(f"{row}_recorded") for row in ("laser", "softmax")}
+    losses = [cell(group, *HERE).values for group in groups.values()]
+    assert all(laser < softmax for laser, softmax in zip(*losses, strict=True))
+    assert f"than softmax at 1x in all three seeds**: {given(minus(groups, 'laser', 'softmax'))}." in TEXT
+    ledger = (RESULTS / "claims/README.md").read_text()
+    holds, fails, inconclusive, *_others = re.search(r"^\| small \| (.*) \|$", ledger, re.MULTILINE)[1].split(" | ")
+    number = ("none", "one", "two", "three", "four", "five").__getitem__
+    counts = (number(int(one)) for one in (holds, fails, inconclusive))
+    said = "Of {} claims that were judged with 10 M parameters, {} holds, {} fails and {} are inconclusive."
+    assert said.format(number(len(claims_of_small)), *counts) in TEXT
     judged = {part: _ratio(part) for part in ("query", "key", "value")}
     least, most = (f"{100 * (1 - ratio):.0f}" for ratio in (max(judged.values()), min(judged.values())))
     assert f"the medians are {least} to {most} % smaller" in TEXT
@@ -343,12 +341,13 @@ def test_laser_is_below_its_rival_at_each_rate_with_one_seed():
     }
     smallest = min(min(found) for found in leads.values())
     assert smallest > 0
-    assert f"LASER is below softmax at each rate in each of the three, by {smallest:.3f} or more." in TEXT
+    said = f"a lower loss than softmax at each rate in each of three more claims, by {smallest:.3f} or more (seed 0)."
+    assert said in TEXT
     temperature = [plain.loss - one.loss for one, plain in zip(rates["qwen3_laser"], rates["llama_laser"], strict=True)]
     assert min(temperature) > 0
     assert (
-        f"Temperatures, with their normalisation, lower LASER's loss at each rate, by {min(temperature):.3f} or more."
-        in TEXT
+        f"**Temperatures, with their normalisation**, lower LASER's loss at each rate, by {min(temperature):.3f} or "
+        "more." in TEXT
     )
 
 

@@ -1,7 +1,8 @@
-"""docs/claims.md on the learning rates of powers, of depths and of a fine-tuning: it shows the
-committed results.
+"""docs/claims.md on learning rates: which rows had which, those of powers, of depths, of QK-norm by
+LayerNorm and of a fine-tuning. It shows the committed results.
 """
 
+import json
 import re
 from itertools import product
 
@@ -10,16 +11,23 @@ import pytest
 from softfocus.lab.claims.claim import load as load_claim
 from softfocus.lab.claims.results import read as read_claim
 from softfocus.lab.claims.verdict import judge
+from softfocus.lab.evaluate.means import Estimate
 from softfocus.lab.report.points import Cell, Group, cell
 
-from .committed import HERE, RESULTS, ROOT, by_row, claim, lost_runs, minus, of_seeds
-from .tables import said, shown_loss, table, tables_of
+from .committed import HERE, RESULTS, ROOT, by_row, claim, encoder_rates, lost_runs, minus, of_seeds
+from .tables import shown, shown_loss, table, tables_of
 
 PAGE = (ROOT / "docs/claims.md").read_text()
 TEXT = " ".join(PAGE.split())
 RATES = ("2e-3", "4e-3", "8e-3")
 SWEPT = ("table-learning-rates", "toy-learning-rates", "depth-learning-rates")
 POWERS = (1, 2, 3, 5, 7, 15, 31, 50, 100)
+
+
+def given(found: Estimate, *where: str) -> str:
+    """A difference, and in brackets where it was measured and whether it is inconclusive."""
+    told = [*where, *([] if found.sure else ["inconclusive"])]
+    return shown(found, "+") + (f" ({', '.join(told)})" if told else "")
 
 
 def rates_of(swept: dict[str, Group], own: Group | None, row: str, at: tuple[float, str] = HERE) -> list[Cell | None]:
@@ -91,6 +99,35 @@ def layer_norm_table() -> str:
     )
 
 
+def toy_rates() -> dict[str, list]:
+    """Rows of table 4, and LASER: at half the claim's learning rate, at it, and at twice that."""
+    swept, own = by_row("toy-learning-rates"), claim("softplus-table-4")
+    same = {row: own.group(row) for row in ("softmax", "lssa", "lssar", "sigmoid_log_n_l1")}
+    same["laser"] = claim("laser-classification").group("laser")
+    groups = {row: (swept[f"{row}-half"], one, swept[f"{row}-twice"]) for row, one in same.items()}
+    return {row: [cell(group, *HERE) for group in three] for row, three in groups.items()}
+
+
+def laser_rates() -> dict[str, list[Cell]]:
+    """Rows of claims about LASER with QK-norm, with temperatures and with Differential attention,
+    with seed 0: at half the claims' learning rate, at it, and at twice that.
+    """
+    found = {}
+    for study, names in RATES_OF_LASER.items():
+        swept = by_row(study)
+        for name in names:
+            for row in dict.fromkeys(one.rpartition("-")[0] for one in swept):
+                if (own := claim(name).group(row)) is not None:
+                    found[row] = rates_of(swept, own, row)
+    return {row: cells for row, cells in found.items() if row != "laser"}
+
+
+RATES_OF_LASER = {
+    "toy-learning-rates": ("laser-qk-norm",),
+    "llama-learning-rates": ("laser-temperature", "laser-differential"),
+}
+
+
 TABLES = {
     "layer_norm_rates": layer_norm_table,
     "power_rates": lambda: two_by_rates("p", ("softmax", "LSSA"), powers()),
@@ -114,7 +151,7 @@ def test_what_is_said_of_powers():
     far = powers((8.0, "dynamic NTK"))
     lowest = [min(POWERS, key=lambda power, n=n: far[power][1][n].loss) for n in range(3)]
     assert lowest == [15, 15, 50]
-    assert f"it is lower with p = 50, by {far[15][1][2].loss - far[50][1][2].loss:.3f}." in TEXT
+    assert f"At 8e-3 it is lower with p = 50, by {far[15][1][2].loss - far[50][1][2].loss:.3f}." in TEXT
 
 
 def test_what_is_said_of_depths():
@@ -145,6 +182,63 @@ def test_what_is_said_of_layer_norm_at_other_rates():
     assert all(len(group.evaluations) == 3 for rows in by.values() for group in rows.values())
     leads = [minus(by[rate], "qk_norm_laser", "qk_norm") for rate in RATES]
     lowered = [minus(by[rate], "qk_norm_laser", "laser") for rate in RATES]
-    for found, text in ((leads, "LASER minus softmax, both with it: "), (lowered, "LASER with it minus LASER: ")):
-        each = ", ".join(f"{said(one)} at {rate}" for one, rate in zip(found, RATES, strict=True))
-        assert f"{text}{each}." in TEXT, f"{text}{each}."
+    assert not any(one.sure for one in leads), "all inconclusive"
+    assert all(one.sure for one in lowered)
+    for found, text, end in (
+        (leads, "LASER minus softmax, both with QK-norm", ", all inconclusive."),
+        (lowered, "LASER with QK-norm minus LASER", "."),
+    ):
+        first, second, third = (f"{shown(one, '+')} ({rate})" for one, rate in zip(found, RATES, strict=True))
+        assert f"**{text}**: {first}, {second} and {third}{end}" in TEXT
+    assert "At each rate QK-norm lowers LASER's loss." in TEXT
+
+
+def test_laser_leads_in_decoders_at_every_rate_and_of_encoders_only_the_vit():
+    """Means at the training length; of one seed, where the rate has one."""
+    three, one_seed = toy_rates(), laser_rates()
+    pairs = [(three["laser"], three["softmax"]), *((laser, softmax) for softmax, laser in depths().values())]
+    rivals = {"qk_norm_laser": "qk_norm", "qwen3_laser": "qwen3_softmax", "differential_laser": "differential"}
+    pairs += [(one_seed[ours], one_seed[rival]) for ours, rival in rivals.items()]
+    normed = {row: [cell(groups[row], *HERE) for groups in layer_norm().values()] for row in LAYER_NORM}
+    pairs += [(normed["laser"], normed["softmax"]), (normed["qk_norm_laser"], normed["qk_norm"])]
+    swept, own = by_row("lamb-learning-rates"), claim("laser-lamb")
+    lamb = {
+        row: [swept[f"{row}-half"], own.group(f"{row}_lamb"), swept[f"{row}-twice"]] for row in ("laser", "softmax")
+    }
+    pairs += [tuple([cell(group, *HERE) for group in groups] for groups in lamb.values())]
+    llama = claim("laser-temperature")
+    pairs += [tuple([cell(llama.group(row), *HERE)] for row in ("llama_laser", "llama_softmax"))]
+    assert all(ours.loss < rival.loss for pair in pairs for ours, rival in zip(*pair, strict=True))
+    assert "In the claims' decoders LASER has a lower mean loss than softmax at every rate tried." in TEXT
+    gains = {}
+    for model in ("vit", "bert", "conformer"):
+        softmax, laser = (min(cells, key=lambda one: one.loss) for cells in encoder_rates(model).values())
+        gains[model] = laser.minus(softmax)
+    assert gains["vit"].value < 0
+    assert [model for model, gain in gains.items() if gain.sure] == ["vit"]
+    assert "Of three encoders, each at its best rate, only the ViT gains significantly from LASER." in TEXT
+
+
+PREFIXES = {"vit": "vit_", "bert": "bert_", "conformer": "conformer_"}
+
+
+def test_the_rows_that_had_one_rate_are_those_that_no_study_of_rates_has():
+    tried = set()
+    for folder in RESULTS.glob("*-learning-rates"):
+        kind = folder.name.removesuffix("-learning-rates")
+        if (folder / "results.json").exists():
+            rows = {name.rpartition("-")[0] for name in by_row(folder.name)}
+            ending = "_lamb" if kind == "lamb" else ""
+            tried |= {f"{PREFIXES.get(kind, '')}{row}{ending}" for row in rows}
+        else:
+            tried |= {
+                one["row"] for path in folder.glob("*/results.json") for one in json.loads(path.read_text())["runs"]
+            }
+    found = json.loads((RESULTS / "toy-learning-rates/results.json").read_text())["runs"]
+    assert not any(run["info"]["validation_loss"] or run["info"]["projection_norms"] for run in found), "losses alone"
+    evaluations = [one for group in by_row("toy-learning-rates").values() for one in group.evaluations]
+    assert {row.setting.mechanism for one in evaluations for row in one.rows} == {None}, "none is run with a power"
+    tried |= {f"{row}_{same}" for row in ("softmax", "laser") for same in ("recorded", "2_layers")}
+    rows = {row for path in (RESULTS / "claims").glob("*/toy/results.json") for row in claim(path.parents[1].name).rows}
+    bare = {"laser_x8", "laser_x32", "laser_no_shift", "laser_no_shift_x8", "laser_no_shift_x32"}
+    assert rows - tried == {"t6_softmax", "t6_lssar", *bare, "llama_softmax", "llama_qk_norm_laser"}

@@ -9,7 +9,8 @@ from softfocus.lab.evaluate.means import Estimate
 from softfocus.lab.report.points import Group, cell
 
 from .committed import FAR, HERE, ROOT, by_row, claim, disturbed, minus, of_pages, of_seeds
-from .tables import COLUMNS, said, shown_losses, table, tables_of
+from .tables import COLUMNS, said, shown, shown_losses, table, tables_of
+from .test_claims_rates import given
 
 PAGE = (ROOT / "docs/claims.md").read_text()
 TEXT = " ".join(PAGE.split())
@@ -122,7 +123,7 @@ def test_what_is_said_of_longer_trainings_and_texts():
     at = {(row, told): cell(group, *HERE).loss for row, groups in by.items() for told, group in groups.items()}
     far = {(row, told): cell(group, *FAR).loss for row, groups in by.items() for told, group in groups.items()}
     short, long = ("lssar", "as in the claims"), ("lssar", CHANGES["256"])
-    said = "the mean goes from {:.3f} to {:.3f} with the former, and from {:.3f} to {:.3f} with the latter."
+    said = "The mean goes from {:.3f} to {:.3f} with 64, and from {:.3f} to {:.3f} with 256."
     assert said.format(at[short], far[short], at[long], far[long]) in TEXT
     rising = {
         told: [last > first for first, last in zip(*(cell(group, *one).values for one in (HERE, FAR)), strict=True)]
@@ -131,9 +132,12 @@ def test_what_is_said_of_longer_trainings_and_texts():
     assert all(rising[short[1]])
     assert rising[CHANGES["256"]] == [False, True, False]
     annealed = "lssar", CHANGES["annealed"]
-    assert f"With an annealed power it goes from {at[annealed]:.3f} to {far[annealed]:.3f}." in TEXT
+    assert f"With an annealed power the mean goes from {at[annealed]:.3f} at 1x to {far[annealed]:.3f} at 16x." in TEXT
+    small = claim("softplus-without-ntk", "small").group("lssar")
+    assert cell(small, *FAR).loss < cell(small, *HERE).loss, "at the scale small it falls"
     scaled = [cell(by["lssar"][CHANGES[one]], 16.0, "dynamic NTK").loss for one in ("256", "annealed")]
-    assert "in all of these: to {:.3f} with 256 bytes, and to {:.3f} with an annealed power.".format(*scaled) in TEXT
+    text = "in all rows of the table: to {:.3f} with 256 bytes, and to {:.3f} with an annealed power."
+    assert text.format(*scaled) in TEXT
     assert all(cell(group, 16.0, "dynamic NTK").loss > cell(group, *HERE).loss for group in by["lssar"].values()), (
         "it rises in all of these"
     )
@@ -143,13 +147,16 @@ def test_what_is_said_of_longer_trainings_and_texts():
     longer = CHANGES["longer"]
     assert far["lssar", longer] - at["lssar", longer] > far[short] - at[short], "nor do more steps flatten it"
     price = [
-        at[row] - at["softmax", told]
-        for row, told in ((short, short[1]), (annealed, short[1]), (("lssar", longer), longer), (long, long[1]))
+        minus({"lssar": by["lssar"][ours], "softmax": by["softmax"][theirs]}, "lssar", "softmax")
+        for ours, theirs in ((short[1], short[1]), (annealed[1], short[1]), (longer, longer), (long[1], long[1]))
     ]
-    assert (
-        "from {:.3f} to {:.3f}, and with four times the steps to {:.3f}. With 256 bytes it is {:.3f}.".format(*price)
-        in TEXT
-    )
+    assert price[1].value < price[0].value
+    assert price[2].value < price[0].value, "it shrinks with both"
+    own = claim("softplus-figure-1", "small")
+    price.append(minus({row: own.group(row) for row in ("lssar", "softmax")}, "lssar", "softmax"))
+    names = ("as in the claims", "p annealed", longer, long[1], "scale `small`")
+    first, *between, last = map(given, price, names)
+    assert f"LSSAR minus softmax at 1x: {first}, {', '.join(between)} and {last}." in TEXT
     pairs = [(by["lssa"][told], by["softmax"][told]) for told in ("as in the claims", CHANGES["256"], longer)]
     rates = by_row("toy-learning-rates")
     pairs += [(rates[f"lssa-{rate}"], rates[f"softmax-{rate}"]) for rate in ("half", "twice")]
@@ -158,19 +165,19 @@ def test_what_is_said_of_longer_trainings_and_texts():
         assert all(len(group.evaluations) == 3 for group in pair)
         assert all(minus(dict(zip("ab", pair, strict=True)), "a", "b", (n, "as trained")).value > 0 for n in (2, 4, 8))
     above = [minus(dict(zip("ab", pair, strict=True)), "a", "b", (8, "as trained")) for pair in pairs[:3]]
-    said = "above by {:.3f} with 64 bytes, by {:.3f} with 256, and by {:.3f} after four times the steps."
-    assert said.format(*(one.value for one in above)) in TEXT
+    each = map(given, above, ("64 bytes", "256 bytes", longer))
+    assert "LSSA minus softmax at 8x: {}, {} and {}.".format(*each) in TEXT
     last = minus(dict(zip("ab", pairs[2], strict=True)), "a", "b", FAR)
-    assert f"at 16 times the length, by {-last.value:.3f}, in two of three seeds." in TEXT
+    found = f"{given(last)}, a lower loss in two of three seeds."
+    assert f"**LSSA at 16x** after four times the steps minus softmax: {found}" in TEXT
     losses = (cell(group, *FAR).values for group in pairs[2])
     assert sum(mine < other for mine, other in zip(*losses, strict=True)) == 2
     assert [one.sure for one in (*above, last)] == [True, False, False, False]
-    raised = at["softmax_recentred_l1", longer] - at["softmax_recentred", longer]
-    assert (
-        f"raises the loss of re-centred weights, by {raised:.3f}. ReLU squared still has a lower loss than softmax, by "
-        in TEXT
-    )
-    assert f"a lower loss than softmax, by {at['softmax', longer] - at['relu2_l1', longer]:.3f}." in TEXT
+    after = {row: groups[longer] for row, groups in by.items()}
+    raised, lowered = minus(after, "softmax_recentred_l1", "softmax_recentred"), minus(after, "softmax", "relu2_l1")
+    assert (raised.sure, lowered.sure) == (False, True)
+    assert f"raises the loss of re-centred weights, by {shown(raised)} (inconclusive)." in TEXT
+    assert f"ReLU squared has a lower loss than softmax, by {shown(lowered)}." in TEXT
 
 
 def test_what_is_said_of_figure_1_by_training():
@@ -191,15 +198,18 @@ def test_what_is_said_of_figure_1_by_training():
         best[row] = min(by, key=lambda name, by=by: cell(by[name], *HERE).loss)
     assert best == {"lssar": "at 8e-3", "softmax": "as in the claim, 4e-3"}
     each = {row: pairs[name][row] for row, name in best.items()}
-    above = said(minus(each, "lssar", "softmax", (2.0, NTK))).removeprefix("+")
-    assert f"LSSAR is above at 2x by {above}." in TEXT
+    apart_at_best = minus(each, "lssar", "softmax", (2.0, NTK))
+    assert not apart_at_best.sure
+    assert f"LSSAR at 8e-3 minus softmax at 4e-3: {given(apart_at_best, '2x')}." in TEXT
+    above = said(apart_at_best).removeprefix("+")
     (page,) = of_pages("docs/results/claims/softplus-figure-1.md")
     assert f"at its best of three rates it is above by {above} (three seeds" in page.replace(" at 2x,", ",")
     own = claim("softplus-figure-1")
     judged = minus({row: own.group(row) for row in ("lssar", "softmax")}, "lssar", "softmax", (2.0, NTK))
-    assert f"at twice the length, by {said(judged).removeprefix('+')}." in TEXT
+    assert f"LSSAR minus softmax: {given(judged, '2x')}." in TEXT
     rises = {name: cell(by["lssar"], 16.0, NTK).loss / cell(by["lssar"], *HERE).loss - 1 for name, by in pairs.items()}
     assert [name for name, rise in rises.items() if rise <= 0.04] == [CHANGES["256"]]
+    assert all(rise > 0 for rise in rises.values())
     assert f"where it rises by {100 * rises[CHANGES['256']]:.1f} %." in TEXT
 
 
@@ -208,10 +218,12 @@ def test_what_is_said_of_the_heads_that_cause_the_rise():
     assert all(row.layer == 1 for _, _, gains in found for row, _ in gains[:1])
     (first, (one, *_)), (second, (other, *_)), (third, pair) = ((whole.value, gains) for _, whole, gains in found)
     taken = f"{one[1].value:.3f} of the {first:.3f}, and {other[1].value:.3f} of the {second:.3f}, that windows of all"
+    assert all(gains[0][1].value > whole.value / 2 for _, whole, gains in found[:2]), "one head does"
     assert taken in TEXT
     assert [row.layer for row, _ in pair[:2]] == [1, 1]
+    assert all(gain.value > third / 2 for _, gain in pair[:2]), "either takes off over half"
     losses = [loss for loss, _, _ in found]
-    assert "losses of {:.3f}, {:.3f} and {:.3f} at 16 times the length".format(*losses) in TEXT
+    assert "losses of {:.3f}, {:.3f} and {:.3f} at 16x".format(*losses) in TEXT
     both = " and ".join(f"{gain.value:.3f}" for _, gain in pair[:2])
     assert f"each of the two takes off {both} of {third:.3f}." in TEXT
 
@@ -229,7 +241,7 @@ def test_what_is_said_of_lssa_with_powers_is_the_measured_one():
     assert len(own.evaluations) == len(group.evaluations) == 3
     lowest = cell(own, 8.0, "dynamic NTK, run as lssar_p3").loss
     assert lowest < far["2"]
-    assert f"There p = 3, which the claim has, is lower still, {lowest:.3f}." in TEXT
+    assert f"The claim has p = 3, which is lower still there, {lowest:.3f}." in TEXT
     assert f"p = 2 has the lowest of these losses, {far['2']:.3f} in place of {far[None]:.3f}." in TEXT
 
 
@@ -274,7 +286,7 @@ def against(where: str) -> list[tuple[str, str]]:
 
 def test_what_is_said_of_another_rounding_and_a_larger_model():
     every = [(row, at) for row, at, *_ in AGAINST]
-    assert f"In bfloat16 each of the {len(every)} comparisons that were looked at goes against" in TEXT
+    assert f"In bfloat16 each of the {len(every)} comparisons that were looked at goes against its statement" in TEXT
     rounded = by_row("toy-bf16")
     assert all(len(rounded[row].evaluations) == 3 for row in FAILING)
     assert against("bf16") == every
@@ -287,12 +299,10 @@ def test_softplus_makes_the_loss_rise_with_the_length():
     exponential = cell(by_row("toy-bf16")["cosine_log_n-float32"], *FAR)
     assert len(exponential.rows) == 3
     lssa = cell(claim("softplus-table-4").group("lssa"), *FAR)
-    said = f"is {exponential.loss:.3f} as trained, and {lssa.loss:.3f} with LSSA (`toy`, three seeds)."
+    said = f"the loss at 16x is {exponential.loss:.3f}, and {lssa.loss:.3f} with LSSA (`toy`, three seeds)."
     assert said in TEXT
     layouts, candidates = (of_seeds(by_row(study), {0}) for study in ("layouts", "layout-candidates"))
     groups = candidates["cosine"], layouts["lssa"], layouts["softplus"], layouts["softmax"]
     losses = [cell(group, 8.0, "as trained").loss for group in groups]
-    text = (
-        "it is {:.3f} in place of {:.3f} at 8 times the length (seed 0). Softplus without cosines and log N has {:.3f}"
-    )
+    text = "it is {:.3f} in place of {:.3f} at 8x (seed 0). Softplus without cosines and log N has {:.3f}"
     assert f"{text} there, and softmax {{:.3f}}.".format(*losses) in TEXT

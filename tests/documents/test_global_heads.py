@@ -496,13 +496,10 @@ def test_what_is_said_of_english_documents_is_measured():
         f"**Far keys raise the loss of global heads.** As trained minus with the window: {apart(far, '16x')}." in TEXT
     )
     assert cell(by[ours], *FAR).loss < cell(by[ours], *HERE).loss
-    for page in of_pages("docs/evidence.md", "docs/limitations.md"):
-        assert f"is {shown(level[0])} at the training length, inconclusive (three seeds)" in page
-    lead = said(minus(by, ours, "softmax"))
-    assert (
-        f"global heads minus Softmax is {lead.replace(', inc', ' at the training length, inc')}"
-        in of_pages("docs/evidence.md")[0]
-    )
+    evidence, limits = of_pages("docs/evidence.md", "docs/limitations.md")
+    assert f"is {shown(level[0])} at the training length, inconclusive (three seeds)" in limits
+    text = f"with three seeds, global heads minus Softmax: {apart(minus(by, ours, 'softmax'))}. Global heads minus"
+    assert f"{text} Softmax with a previous-token head: {apart(level[0])}." in evidence
 
 
 TABLES = SMALL | STARTS | {
@@ -573,9 +570,7 @@ def test_what_is_said_of_the_same_layout_with_softmax_holds_for_every_seed():
         f"The all-softmax layout minus `demo-global-heads`: {apart_at_both(*leads)}, a higher loss in all eight seeds."
     )
     assert text in TEXT
-    near = shown(leads[0])
     assert len(by[layout].evaluations) == 8
-    assert f"by {near} at the training length" in " ".join((ROOT / "docs/evidence.md").read_text().split())
     assert not minus(by, layout, "Softmax").sure
     assert not minus(by, layout, "Softmax", FAR, WINDOWED).sure
     found = cell(by[layout], *HERE).values
@@ -654,11 +649,11 @@ def test_what_is_said_of_softmax_with_more_steps_is_measured():
         ours = by_seed("layouts", OURS, at)
         assert [one.seed for one in longer.evaluations] == [0, 1, 2]
         assert all(ours[seed] < loss for seed, loss in enumerate(cell(longer, *rival).values)), "in all three seeds"
-    near = said(leads[0])
     before = beside({"longer": longer, "Softmax": by_label("layouts")["Softmax"]}, "Softmax", "longer")
     assert before.sure
     assert f"the loss of Softmax is lower by {shown(before).removeprefix('-')} at 1x." in TEXT
-    assert of_pages("docs/evidence.md")[0].count(f"at the training length is {near} (three seeds)") == 1
+    text = f"Global heads minus this Softmax, over three seeds: {apart(leads[0])}."
+    assert text in of_pages("docs/evidence.md")[0]
 
 
 def test_what_is_said_of_longer_texts_is_measured():
@@ -697,7 +692,6 @@ def test_what_is_said_of_a_head_that_sees_two_tokens_is_measured():
     ours = [minus(by, OURS, pair, *at) for at in ((HERE, HERE), (FAR, WINDOWED))]
     assert all(one.sure for one in (*lower, *ours))
     assert 0.35 < lower[0].value / minus(by, OURS, "Softmax").value < 0.45, "two fifths"
-    gaps = [shown(one).removeprefix("-") for one in (*lower, *ours)]
     text = apart_at_both(*lower, "1x", "16x, both with the window")
     assert f"Softmax with such a head minus Softmax: {text}. `demo-global-heads` minus" in TEXT
     text = f"minus Softmax with such a head: {apart_at_both(*ours)}, a lower loss in all eight seeds."
@@ -707,12 +701,8 @@ def test_what_is_said_of_a_head_that_sees_two_tokens_is_measured():
         assert all(loss < theirs[seed] for seed, loss in by_seed("layouts", OURS, at).items())
     assert not any(beside(by, layout, pair, *at).sure for at in ((HERE, HERE), (FAR, WINDOWED), (WINDOWED, WINDOWED)))
     (evidence,) = of_pages("docs/evidence.md")
-    text = f"has a lower loss than Softmax by {gaps[0]} at the training length. Global heads have a lower loss than"
-    text += (
-        f" Softmax with the previous-token head by {gaps[2]} and, as trained at 16 times the "
-        f"length, where the latter has a"
-    )
-    assert f"{text} window, by {gaps[3]}" in evidence
+    text = f"Softmax with this head minus Softmax: {apart(lower[0])}. Global heads minus Softmax with this head:"
+    assert f"{text} {apart_at_both(*ours)} ([eight seeds](global-heads.md#loss))." in evidence
 
 
 def test_what_is_said_of_other_local_heads_is_measured():
@@ -831,9 +821,9 @@ def test_what_is_said_of_bpe_is_measured():
         assert all(mine < other for mine, other in zip(*losses, strict=False)), "seeds 0 to 2"
     above = beside(by, "laser-lssa-local", best)
     assert above.sure
-    for name in ("layouts", "evidence"):
-        text = " ".join((ROOT / f"docs/{name}.md").read_text().split())
-        assert f"by {shown(above)} (five seeds)" in text
+    layouts, evidence = of_pages("docs/layouts.md", "docs/evidence.md")
+    assert f"by {shown(above)} (five seeds)" in layouts
+    assert f"Against Softmax with init std 0.04 it has no lead: {shown(above, '+')} (five seeds)." in evidence
 
 
 def test_what_is_said_of_longer_training_on_a_bpe_is_measured():
@@ -865,8 +855,7 @@ def test_what_is_said_of_longer_training_on_a_bpe_is_measured():
     assert beside(by, better, "laser-lssa-local").sure
     first, limits = of_pages("docs/evidence.md", "docs/limitations.md")
     near, far = (f"{min(lead)} to {max(lead)}" for lead in leads)
-    text = f"by {near}, the mean is inconclusive, and at 16 times the length, as trained, against that Softmax with a"
-    assert f"{text} window, by {far}." in first
+    assert f"in all three seeds: by {near} (1x, the mean is inconclusive) and by {far} (16x)." in first
     assert f"by {near}, inconclusive, at the training length, and by {far} at 16 times it" in limits
     level, sure = (minus(by, better, rival, at) for at in (HERE, FAR))
     assert sure.sure
@@ -880,7 +869,7 @@ def test_what_is_said_of_longer_training_on_a_bpe_is_measured():
     assert its.sure
     text = "**Far keys do not lower the mean loss significantly with init std 0.09.** As trained minus with the window:"
     assert f"{text} {apart(own, '16x')}." in TEXT
-    assert "With 1.3 M, where global heads have a lead, far keys do not lower the mean." in first
+    assert "**Far keys** do not lower the mean significantly where global heads have a lead." in first
     assert its.value > 0
     assert f"Far keys raise the loss of the all-softmax layout: {apart(its, '16x')}." in TEXT
     starts = {row: (by[f"{row}-start"], by[row]) for row in ("softmax", ours, layout)}

@@ -470,7 +470,8 @@ def test_what_is_said_of_other_candidates_is_measured():
         assert alone.value < 0
     assert min(near["g-learned-scale"].value, later["g-learned-scale"].value) > 0
     evidence = " ".join((ROOT / "docs/evidence.md").read_text().split())
-    assert f"is [lower by {shown(-near[narrow])}](layouts.md#other-candidates) than with 64 (three seeds)" in evidence
+    text = "Local windows of 16 minus windows of 64:"
+    assert f"{text} [{shown(near[narrow])}](layouts.md#other-candidates) (1x, three seeds)." in evidence
 
 
 def test_what_is_said_of_other_powers_is_measured():
@@ -916,7 +917,7 @@ def test_what_is_said_of_the_bias_is_measured():
     text = f"**On 512 bytes LASER over LSSA has a lower loss than Softmax by {leads}**, which two seeds do not decide."
     assert text in TEXT
     evidence = " ".join((ROOT / "docs/evidence.md").read_text().split())
-    assert f"in both seeds, by {leads} nats per byte, inconclusive" in evidence
+    assert f"in both seeds, by {leads}, inconclusive" in evidence
     assert at("laser-cosine-local-s0", 2048) < at("laser-cosine-local-s0", 512)
     query, key = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 512, 64)
     query[..., 0] = key[:, :, 0, 0] = key[:, :, 1:, 1] = 1.0
@@ -1053,6 +1054,5 @@ def test_what_is_said_of_an_annealed_power_in_every_layer_is_measured():
     assert text in TEXT
     assert "At 16x, as trained, it has {:.3f}, {:.3f} and {:.3f}, higher than".format(*far.values) in TEXT
     (evidence,) = of_pages("docs/evidence.md")
-    assert (
-        f"With its power annealed from 1 it costs {shown(softmax)}, inconclusive, and its loss at 16 times" in evidence
-    )
+    text = f"With the power annealed from 1 it is {shown(softmax, '+')} (1x, inconclusive), but the loss at 16x is then"
+    assert f"{text} higher than at 1x" in evidence

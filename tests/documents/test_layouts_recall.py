@@ -125,7 +125,7 @@ def test_what_is_said_of_passkeys_holds_for_every_seed():
     heads = [seed[8192, False] for seed in by["global-heads"]]
     assert "they find {:.2f}, {:.2f} and {:.2f} of the digits at 64x.".format(*heads) in TEXT
     evidence = " ".join((ROOT / "docs/evidence.md").read_text().split())
-    assert "trained at 5e-4, find every number at 64 times the length (three seeds)" in evidence
+    assert "trained at 5e-4, find every number at 64x (three seeds)" in evidence
     for label in by.keys() - {"softmax-nope", "lssa-nope", "lssar-nope", "global-heads", "global-heads-half"}:
         assert whole[label, 64] == [0, 0, 0], label
         assert all(seed[8192, False] < 0.2 for seed in by[label]), "near chance"

@@ -123,6 +123,8 @@ def swept(study: str, sweep: str, rates: dict[str, str], names: dict[str, str]) 
 
 
 RATES = {"half": "1e-3", "": "2e-3", "twice": "4e-3"}
+
+
 def trials_table() -> str:
     rows = []
     for entry in report("layout-trials").runs:
