@@ -58,8 +58,8 @@ def recall(
     Sequences are lengthened in two ways: by filler alone, and with as many times more to remember
     (where the task has that, and keys enough). Up to the training length they are like those of
     training. Beyond it every answer lies at least half the sequence back, or as far as there is
-    room, and never nearer than in training: at a length of 4 times the training length or more, a window of the training length in two
-    layers reaches none.
+    room, and never nearer than in training: at a length of 4 times the training length or more, a
+    window of the training length in two layers reaches none.
 
     Each row is written to recall.json as it is finished. Rows that are there already are kept and
     not measured again.
