@@ -46,7 +46,7 @@ PAIRS = {
     "16x, as trained, minus Softmax with the window": (FAR, WINDOWED),
     "16x, both with the window": (WINDOWED, WINDOWED),
 }
-"""What is held against what of Softmax."""
+"""Each difference as a pair: of the other model, and of Softmax."""
 
 
 def minus_softmax(by, names) -> str:

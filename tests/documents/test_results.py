@@ -1,18 +1,25 @@
-"""docs/results: comparisons can be read, and the commits that made the results are there."""
+"""docs/results: comparisons can be read, runs are rows of studies and claims, and the commits that
+made the results are there.
+"""
 
 import json
 import re
 import subprocess
 import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import pytest
 
+from softfocus.lab.claims import claim as claims
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.results import Report, read_as
 from softfocus.lab.report.table import loss_table
 from softfocus.lab.studies import study
 
-from .committed import RESULTS, ROOT
+from .committed import RESULTS, ROOT, lost_runs
 
 COMPARED = [path for path in sorted(RESULTS.rglob("results.json")) if RESULTS / "claims" not in path.parents]
 
@@ -34,32 +41,133 @@ def test_every_committed_comparison_can_be_read(path):
 COMMITTED = {name for name in study.shipped() if (RESULTS / name / "results.json").exists()}
 
 
+def runs_of(name: str) -> list[dict[str, Any]]:
+    return json.loads((RESULTS / name / "results.json").read_text())["runs"]
+
+
+def check_trained_as(row: Recipe, run: dict[str, Any]) -> None:
+    """The same mechanisms, sizes and training."""
+    trained = Recipe.model_validate(tomllib.loads(run["recipe"]))
+    assert trained.model.label == row.model.label, row.name
+    # The label goes on with what layers run that no key names, though there may be none
+    assert row.model.label.startswith(run["info"]["mechanism"]), row.name
+    assert trained.model.groups == row.model.groups, row.name
+    assert trained.model.architecture == row.model.architecture, row.name
+    assert trained.model.config == row.model.config, row.name
+    assert trained.data == row.data, row.name
+    assert trained.train == row.train, row.name
+
+
 @pytest.mark.long
 # The published runs of t6 have names of recipes
 @pytest.mark.parametrize("name", sorted(COMMITTED - {"t6"}))
 def test_what_was_trained_is_what_the_row_of_the_study_says(name):
-    """Under the name of a row: the same mechanisms, sizes and training. Rows without a run, and
-    runs whose row has gone, are not compared.
-    """
+    """Rows without a run, and runs whose row has gone, are not compared."""
     found, near = study.load(name)
-    runs = json.loads((RESULTS / name / "results.json").read_text())["runs"]
+    runs = runs_of(name)
     seeds = {int(one[1]) for run in runs if (one := re.search(r"-s(\d+)$", run["info"]["name"]))}
     rows = {recipe.name: recipe for recipe in study.recipes(found, near, seeds=sorted(seeds))}
     compared = 0
     for run in runs:
-        if (row := rows.get(run["info"]["name"])) is None:
-            continue
-        compared += 1
-        trained = Recipe.model_validate(tomllib.loads(run["recipe"]))
-        assert trained.model.label == row.model.label, row.name
-        # The label goes on with what layers run that no key names, though there may be none
-        assert row.model.label.startswith(run["info"]["mechanism"]), row.name
-        assert trained.model.groups == row.model.groups, row.name
-        assert trained.model.architecture == row.model.architecture, row.name
-        assert trained.model.config == row.model.config, row.name
-        assert trained.data == row.data, row.name
-        assert trained.train == row.train, row.name
+        if (row := rows.get(run["info"]["name"])) is not None:
+            check_trained_as(row, run)
+            compared += 1
     assert compared
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Runs at several learning rates: where their rows are, and what `--set` changes of these."""
+
+    of: tuple[str, ...]
+    """Studies and claims. The first that has the row is meant."""
+    rate: float | None = None
+    """That of a run whose name has no ending; the row's own if left out."""
+    prefix: str = ""
+    """Rows' names begin with it, runs' names do not."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """The only runs, where they have other names than their rows."""
+    init_stds: Mapping[str, float] = field(default_factory=dict)
+    """Endings of names, before that for the rate."""
+    also: tuple[str, ...] = ()
+
+
+TIMES = {"-half": 0.5, "-twice": 2.0, "-four-times": 4.0}
+HEADS = {"global-heads": "cosine-nope", "softmax-third": "softmax", "lssar-third": "lssar"}
+TABLES = tuple(f"softplus-table-{number}" for number in (1, 2, 3, 4))
+POWERS = "softplus-figure-2-softmax", "softplus-figure-2-lssa"
+SWEPT = {
+    "learning-rates": [
+        Sweep(("global-heads",), 2e-3, renamed=HEADS),
+        Sweep(("layouts", "global-heads", "layouts-around"), 2e-3),
+    ],
+    "learning-rates-bpe": [
+        Sweep(("layouts-bpe", "layouts-bpe-tuned"), 2e-3),
+        Sweep(("bpe",), init_stds={"-start": 0.09, "-4": 0.04, "-6": 0.0625}),
+    ],
+    "learning-rates-larger": [Sweep(("layouts-larger",))],
+    "larger-rates": [Sweep(("larger",))],
+    "toy-learning-rates": [Sweep(("softplus-table-4", "laser-qk-norm"))],
+    "table-learning-rates": [Sweep((*TABLES, *POWERS))],
+    "depth-learning-rates": [Sweep(("laser-depths",))],
+    "llama-learning-rates": [Sweep(("laser-temperature", "laser-differential"))],
+    "vit-learning-rates": [Sweep(("laser-vit-qk-norm",), prefix="vit_")],
+    "bert-learning-rates": [Sweep(("laser-bert",), prefix="bert_")],
+    "conformer-learning-rates": [Sweep(("laser-conformer",), prefix="conformer_")],
+    # The rows of laser-lamb set their rate, which --set cannot change then
+    "lamb-learning-rates": [Sweep(("laser-classification",), 2e-2, also=("train.optimizer=lamb",))],
+}
+"""Results whose runs are rows of other studies or claims with the learning rate set. The first
+sweep that has a run is meant.
+"""
+
+
+@cache
+def rows_with(source: str, seed: int, overrides: tuple[str, ...] = ()) -> dict[str, Recipe]:
+    """The rows of a study, or of a claim at the scale `toy`, as the commands train them."""
+    if source in study.shipped():
+        made = study.recipes(*study.load(source), seeds=[seed], overrides=overrides)
+    else:
+        made = claims.recipes(claims.load(source), "toy", [seed], overrides)
+    return {recipe.name.removesuffix(f"-s{seed}"): recipe for recipe in made}
+
+
+def split(name: str, endings: Iterable[str]) -> tuple[str, str]:
+    """A name without its ending, and the ending."""
+    ending = next((one for one in endings if name.endswith(one)), "")
+    return name.removesuffix(ending), ending
+
+
+def row_of(run: str, sweep: Sweep) -> Recipe | None:
+    """The row with what `--set` changes, or None if the sweep has no such run."""
+    name, seed = run.rsplit("-s", 1)
+    name, times = split(name, TIMES)
+    plain, start = split(name, sweep.init_stds)
+    for source in sweep.of:
+        rows = rows_with(source, int(seed))
+        for called, ending in ((name, ""), (plain, start)):
+            row = sweep.renamed.get(called, "") if sweep.renamed else sweep.prefix + called
+            if row in rows:
+                rate = (sweep.rate or rows[row].train.learning_rate) * TIMES.get(times, 1.0)
+                changes = [*sweep.also, f"train.learning_rate={rate:g}"]
+                if ending:
+                    changes.append(f"model.config.initializer_range={sweep.init_stds[ending]}")
+                return rows_with(source, int(seed), tuple(changes))[row]
+    return None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(SWEPT))
+def test_what_was_trained_at_other_rates_is_a_row_with_the_rate_set(name):
+    """Every run, those that diverged included, has a row."""
+    assert name not in study.shipped()
+    runs = {run["info"]["name"]: run for run in runs_of(name)}
+    for one in (*runs, *lost_runs(name)):
+        row = next(filter(None, (row_of(one, sweep) for sweep in SWEPT[name])), None)
+        assert row is not None, one
+        if one in runs:
+            check_trained_as(row, runs[one])
+    assert runs
 
 
 REBASED = {"239b23e", "2ac153ab63584101cd4bb70fd1818a7948c66f75", "640aa5464c493da5e3a40dfdc916aa3b9d763463"}
