@@ -379,3 +379,15 @@ def test_the_command(
     assert "--layers: '0,x' is not a list of numbers; write --layers like 0,3" in capsys.readouterr().err
     assert status(["inspect", str(copy), "--layers", "7"]) == 2
     assert status(["inspect", str(tmp_path / "nowhere")]) == 1
+
+
+@pytest.mark.long
+def test_a_run_that_fails_takes_no_other_with_it(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = Path(shutil.copytree(runs["softmax"], tmp_path / "lost"))
+    shutil.rmtree(lost / MODEL)
+    options = ["--lengths", "1x", "--tokens", "64", "--out", str(tmp_path / "page"), "-q"]
+    assert status(["inspect", str(runs["lssar"]), str(lost), *options]) == 1
+    assert str(lost) in capsys.readouterr().err
+    assert [one.mechanism for one in read(tmp_path / "page" / "inspect.json").runs] == ["lssar"]

@@ -55,18 +55,21 @@ def inspect(
     from softfocus.lab.inspect.report import say_replaced, show, write
     from softfocus.lab.inspect.run import inspect
 
-    with Display("tokens", quiet=quiet) as display:
-        found = [
-            inspect(
-                run, its, text=text, **shown, tokens=tokens, batch_tokens=batch_tokens, progress=display
-            )
-            for run, its in zip(runs, wanted, strict=True)
-        ]  # fmt: skip
-    folder = out or (runs[0] / INSPECTION if len(runs) == 1 else Path("runs/inspect"))
-    say_replaced(folder, [one for one, _ in found], console_beside(json))
-    result, paths = write(found, folder)
-    write_json(json, result)
-    show(result, paths, console_beside(json))
+    found = []
+    try:
+        with Display("tokens", quiet=quiet) as display:
+            for run, its in zip(runs, wanted, strict=True):
+                one = inspect(
+                    run, its, text=text, **shown, tokens=tokens, batch_tokens=batch_tokens, progress=display
+                )  # fmt: skip
+                found.append(one)
+    finally:  # a later run that fails takes none of the earlier ones with it
+        if found:
+            folder = out or (runs[0] / INSPECTION if len(runs) == 1 else Path("runs/inspect"))
+            say_replaced(folder, [one for one, _ in found], console_beside(json))
+            result, paths = write(found, folder)
+            write_json(json, result)
+            show(result, paths, console_beside(json))
 
 
 def _numbers(option: str, text: str | None) -> list[int] | None:

@@ -40,13 +40,11 @@ class Sample:
 
 
 class Asking(Protocol):
-    """What `softfocus recall` needs of a task.
+    """What `softfocus recall` needs of a task."""
 
-    Attributes:
-        nearest: in no sequence does an answer lie nearer, in tokens.
-    """
-
-    nearest: int
+    @property
+    def nearest(self) -> int:
+        """In no sequence does an answer lie nearer, in tokens."""
 
     @property
     def chance(self) -> float:
@@ -184,7 +182,10 @@ def _split(text: str) -> tuple[str, ...]:
 class _HiddenNumber(Asking):
     """The sentences around a number: what both tasks of passkeys share."""
 
-    nearest = 0
+    @property
+    def nearest(self) -> int:
+        """As near as its sentences allow."""
+        return 0
 
     @property
     @abstractmethod
