@@ -58,8 +58,8 @@ def _softplus_log_derivative(s: Tensor) -> Tensor:
 
 
 def _log_relu(s: Tensor) -> Tensor:
-    dead = s <= 0.0
-    return torch.where(dead, -math.inf, torch.where(dead, 1.0, s).log())  # autograd gets no infinite derivative
+    is_zero = s <= 0.0
+    return torch.where(is_zero, -math.inf, torch.where(is_zero, 1.0, s).log())  # autograd gets no infinite derivative
 
 
 def _normal_cdf(s: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """What the papers say of their formulas, decided without training. The ledger of claims cites these
 tests by name.
 
-Formulas of the papers are written out here, and the library is held against them: `attention()` in
+Formulas of the papers are written out here, and the library is compared with them: `attention()` in
 float64 with torch's own gradients. One head, one query and keys of one number each: with q = 1 and
 d = 1 a key is its own score.
 """
@@ -284,13 +284,13 @@ def plain_re_weighting(mechanism: str, query: Tensor, key: Tensor, value: Tensor
     return sharp / sharp.sum(-1, keepdim=True) @ value
 
 
-def a_row(count: int, dtype: torch.dtype, *, one_key: bool) -> tuple[Tensor, Tensor, Tensor]:
+def a_row(count: int, dtype: torch.dtype, *, single_key: bool) -> tuple[Tensor, Tensor, Tensor]:
     """A query, and keys of its direction: one with it and all others against it, or random ones;
     and values.
     """
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 1, rows, 64, generator=generator) for rows in (1, count, count))
-    if one_key:
+    if single_key:
         key = -query.expand(-1, -1, count, -1).clone()
         key[:, :, 5] *= -1
     return (3 * query).to(dtype), (3 * key).to(dtype), value.to(dtype)
@@ -309,7 +309,7 @@ def test_the_plain_power_overflows_where_ours_does_not(mechanism: str, dtype: to
     gives most of its weight to one of 1,024 keys is infinity over infinity. Ours divides by the
     row's maximum first.
     """
-    row = a_row(1024, dtype, one_key=True)
+    row = a_row(1024, dtype, single_key=True)
     assert all(found.isnan().any() for found in with_gradients(partial(plain_re_weighting, mechanism), row))
     exact = partial(softfocus.attention, mechanism=mechanism, backend="reference")
     expected = with_gradients(exact, tuple(tensor.double() for tensor in row))  # type: ignore[arg-type]
@@ -323,7 +323,7 @@ def test_at_the_same_keys_the_plain_power_overflows_with_softmax_alone() -> None
     """Random keys of norm 24: softmax gives one of them over a third of the weight, and cosines are
     the same whatever the norm. So the plain form makes softmax explode and spares LSSAR.
     """
-    row = a_row(1024, torch.float32, one_key=False)
+    row = a_row(1024, torch.float32, single_key=False)
     assert with_gradients(partial(plain_re_weighting, "softmax_p15"), row)[1].isnan().any()
     assert all(one.isfinite().all() for one in with_gradients(partial(plain_re_weighting, "lssar"), row))
 
@@ -331,7 +331,7 @@ def test_at_the_same_keys_the_plain_power_overflows_with_softmax_alone() -> None
 @pytest.mark.parametrize("mechanism", ["softmax_p15", "lssar"])
 def test_without_an_overflow_the_plain_power_is_ours(mechanism: str) -> None:
     """So the tests above are about overflow alone."""
-    row = a_row(200, torch.float64, one_key=False)
+    row = a_row(200, torch.float64, single_key=False)
     ours = with_gradients(partial(softfocus.attention, mechanism=mechanism), row)
     for one, other in zip(with_gradients(partial(plain_re_weighting, mechanism), row), ours, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)

@@ -50,7 +50,7 @@ def torchs_own() -> set[str]:
     return own | {"triton"}  # which torch imports where it finds it, required or not
 
 
-def strangers(after: set[str], before: set[str]) -> set[str]:
+def foreign_packages(after: set[str], before: set[str]) -> set[str]:
     """Top-level names of installed packages that were not loaded before and are not torch's (nor
     softfocus itself).
     """
@@ -73,7 +73,7 @@ def test_using_softfocus_needs_torch_alone():
     before, after = modules_after("import torch", USE)
     assert "softfocus.functional" in after
     assert "torch" in before
-    assert strangers(after, before) == set()
+    assert foreign_packages(after, before) == set()
     assert not {name for name in after if name.startswith(("softfocus.hf", "softfocus.lab", "softfocus.testing"))}
 
 
@@ -88,11 +88,11 @@ def test_a_call_on_the_cpu_loads_no_compiler():
     assert not {"triton", "torch._dynamo"} & after
 
 
-def test_a_stranger_would_be_noticed():
+def test_a_foreign_package_would_be_noticed():
     """The check above on an interpreter that loads a package that softfocus must not need."""
     before, after = modules_after("", "import iniconfig")  # pytest's own, and light
-    assert strangers(after, before) == {"iniconfig"}
-    assert strangers({*before, "softfocus", "hypothesis.core", "torch.nn", "json"}, before) == {"hypothesis"}
+    assert foreign_packages(after, before) == {"iniconfig"}
+    assert foreign_packages({*before, "softfocus", "hypothesis.core", "torch.nn", "json"}, before) == {"hypothesis"}
     assert not {"pydantic", "transformers", "hypothesis"} & torchs_own()
 
 
@@ -125,9 +125,9 @@ def test_every_public_name_is_there_and_no_module_hides_it():
         softfocus.atention  # noqa: B018
 
 
-# The direction of imports. Rooms from left (who uses) to right (who is used); no room imports one
-# on its left.
-ROOMS = [
+# The direction of imports. Layers from the top (which uses) to the bottom (which is used). No layer
+# imports one above it.
+LAYERS = [
     "lab",
     "hf",
     "layout",
@@ -207,11 +207,9 @@ def _module(path: Path, tree: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room(module: str, of: str = "softfocus") -> str | None:
-    """The room of softfocus, or of softfocus.lab, that a module is in; None where it is in none of
-    them.
-    """
-    below = module.removeprefix(f"{of}.")
+def layer_of(module: str, package: str = "softfocus") -> str | None:
+    """The layer of softfocus, or of softfocus.lab, that a module is in; None if it is in none."""
+    below = module.removeprefix(f"{package}.")
     return below.partition(".")[0] if below != module else None
 
 
@@ -219,49 +217,49 @@ def wrong_ways(tree: Path) -> list[str]:
     """Every import that goes against the direction, as a sentence."""
     found = []
     for module, imported in imports(tree).items():
-        here = room(module)
+        here = layer_of(module)
         if here is None:
             continue  # __init__ re-exports lazily: test_importing_softfocus_loads_no_torch
-        if here not in ROOMS:
-            found.append(f"{module}: its room has no place in ROOMS")
+        if here not in LAYERS:
+            found.append(f"{module}: its layer is not in LAYERS")
             continue
-        in_lab = room(module, "softfocus.lab")
+        in_lab = layer_of(module, "softfocus.lab")
         if in_lab not in (None, *LAB):
-            found.append(f"{module}: its room has no place in LAB")
+            found.append(f"{module}: its layer is not in LAB")
             continue
         for name in imported:
-            there = room(name)
+            there = layer_of(name)
             if there is None:
                 if here not in ("lab", "hf", "testing"):
                     found.append(f"{module} imports the package itself")
-            elif there in ROOMS and ROOMS.index(there) < ROOMS.index(here):
-                found.append(f"{module} imports {name}, on its left")
+            elif there in LAYERS and LAYERS.index(there) < LAYERS.index(here):
+                found.append(f"{module} imports {name}, a layer above it")
             elif there == "lab" and here != "lab":
                 found.append(f"{module} imports {name}: the lab is imported by nothing")
-            elif in_lab and _place(LAB, room(name, "softfocus.lab")) < _place(LAB, in_lab):
-                found.append(f"{module} imports {name}, on its left")
+            elif in_lab and _place(LAB, layer_of(name, "softfocus.lab")) < _place(LAB, in_lab):
+                found.append(f"{module} imports {name}, a layer above it")
             elif here in ("backends", "rows") and there == "reference":
-                found.append(f"{module} imports {name}: the oracle shares nothing with what is held against it")
+                found.append(f"{module} imports {name}: the oracle shares nothing with what is compared with it")
             elif here == "ops" and there == "backends":
                 found.append(f"{module} imports {name}: ops imports no backend")
             elif module == "softfocus.backends.checked":
-                continue  # it holds one backend against another, and is none
+                continue  # it compares two backends, and is none
             elif here == "backends" and _backend(name, tree) not in (None, _backend(module, tree)):
                 found.append(f"{module} imports {name}: no backend imports another")
     return sorted(found)
 
 
-def _place(rooms: list[str], name: str | None) -> int:
-    return rooms.index(name) if name in rooms else len(rooms)
+def _place(layers: list[str], name: str | None) -> int:
+    return layers.index(name) if name in layers else len(layers)
 
 
-def circle_in_the_lab(tree: Path) -> list[str]:
-    """Modules of the lab that import one another in a circle, from room to room or inside one;
-    empty where none do.
+def circle(tree: Path) -> list[str]:
+    """Modules that import one another in a circle, from package to package or inside one; empty
+    where none do.
     """
-    lab = {module: names - {module} for module, names in imports(tree).items() if room(module) == "lab"}
+    edges = {module: names - {module} for module, names in imports(tree).items()}
     try:
-        graphlib.TopologicalSorter(lab).prepare()
+        graphlib.TopologicalSorter(edges).prepare()
     except graphlib.CycleError as error:
         return error.args[1]
     return []
@@ -287,10 +285,10 @@ def _backend(module: str, tree: Path) -> str | None:
 def test_imports_go_one_way():
     assert len(imports(SOURCE)) > 15  # the tree was found
     assert wrong_ways(SOURCE) == []
-    assert circle_in_the_lab(SOURCE) == []
+    assert circle(SOURCE) == []
 
 
-def test_every_room_of_the_lab_is_there():
+def test_every_package_of_the_lab_is_there():
     there = {
         path.stem for path in (SOURCE / "lab").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }
@@ -312,40 +310,40 @@ def test_the_tree_is_read_as_it_stands():
 @pytest.mark.parametrize(
     ("file", "line", "expected"),
     [
-        ("mechanism.py", "from softfocus.catalog import named", "softfocus.catalog, on its left"),
-        ("mechanism.py", "from softfocus import catalog", "softfocus.catalog, on its left"),
-        ("mechanism.py", "from . import catalog", "softfocus.catalog, on its left"),
-        ("mechanism.py", "from .catalog import named", "softfocus.catalog, on its left"),
-        ("mechanism.py", "import softfocus.catalog", "softfocus.catalog, on its left"),
-        ("mechanism.py", "def late():\n    from softfocus.catalog import named", "softfocus.catalog, on its left"),
+        ("mechanism.py", "from softfocus.catalog import named", "softfocus.catalog, a layer above it"),
+        ("mechanism.py", "from softfocus import catalog", "softfocus.catalog, a layer above it"),
+        ("mechanism.py", "from . import catalog", "softfocus.catalog, a layer above it"),
+        ("mechanism.py", "from .catalog import named", "softfocus.catalog, a layer above it"),
+        ("mechanism.py", "import softfocus.catalog", "softfocus.catalog, a layer above it"),
+        ("mechanism.py", "def late():\n    from softfocus.catalog import named", "softfocus.catalog, a layer above it"),
         ("catalog.py", "import softfocus", "the package itself"),
-        ("reference.py", "from softfocus.rows import forward", "softfocus.rows, on its left"),
+        ("reference.py", "from softfocus.rows import forward", "softfocus.rows, a layer above it"),
         ("rows.py", "from softfocus.reference import unit", "the oracle shares nothing"),
         ("backends/fast.py", "from softfocus import reference", "the oracle shares nothing"),
-        ("contract.py", "from softfocus.pointwise import POINTWISE", "softfocus.pointwise, on its left"),
+        ("contract.py", "from softfocus.pointwise import POINTWISE", "softfocus.pointwise, a layer above it"),
         ("ops.py", "from softfocus.backends import tiled", "ops imports no backend"),
-        ("ops.py", "from softfocus.dispatch import choose", "softfocus.dispatch, on its left"),
+        ("ops.py", "from softfocus.dispatch import choose", "softfocus.dispatch, a layer above it"),
         ("backends/fast.py", "from softfocus.backends.tiled import forward", "no backend imports another"),
         ("backends/tiles.py", "from softfocus.backends.tiled import forward", "no backend imports another"),
         ("backends/fast.py", "from softfocus.backends.fused import build", "no backend imports another"),
         ("backends/fast.py", "from softfocus.backends.fused.build import library", "no backend imports another"),
         ("backends/fused/build.py", "from softfocus.backends import tiled", "no backend imports another"),
-        ("backends/fast.py", "from softfocus.ops import attend", "softfocus.ops, on its left"),
-        ("functional.py", "from softfocus.hf import use", "softfocus.hf, on its left"),
+        ("backends/fast.py", "from softfocus.ops import attend", "softfocus.ops, a layer above it"),
+        ("functional.py", "from softfocus.hf import use", "softfocus.hf, a layer above it"),
         (
             "hf/adapter.py",
             "from softfocus.lab.recipes.loading import load",
-            "softfocus.lab.recipes.loading, on its left",
+            "softfocus.lab.recipes.loading, a layer above it",
         ),
-        ("lab/recipes/loading.py", "from softfocus.lab.cli import main", "softfocus.lab.cli, on its left"),
-        ("lab/recipes/loading.py", "from softfocus.lab import cli", "softfocus.lab.cli, on its left"),
+        ("lab/recipes/loading.py", "from softfocus.lab.cli import main", "softfocus.lab.cli, a layer above it"),
+        ("lab/recipes/loading.py", "from softfocus.lab import cli", "softfocus.lab.cli, a layer above it"),
         (
             "lab/errors.py",
             "from softfocus.lab.recipes.loading import load",
-            "softfocus.lab.recipes.loading, on its left",
+            "softfocus.lab.recipes.loading, a layer above it",
         ),
-        ("utils.py", "import math", "no place in ROOMS"),
-        ("lab/utils.py", "import math", "no place in LAB"),
+        ("utils.py", "import math", "is not in LAYERS"),
+        ("lab/utils.py", "import math", "is not in LAB"),
     ],
 )
 def test_each_wrong_way_would_be_noticed(tmp_path, file, line, expected):
@@ -374,9 +372,9 @@ def test_a_circle_would_be_noticed(tmp_path):
     page.parent.mkdir(parents=True)
     page.write_text("from softfocus.lab.report.report import Report")
     report.write_text("")
-    assert circle_in_the_lab(tmp_path / "softfocus") == []
+    assert circle(tmp_path / "softfocus") == []
     report.write_text("def write():\n    from softfocus.lab.report import page")
-    assert set(circle_in_the_lab(tmp_path / "softfocus")) == {
+    assert set(circle(tmp_path / "softfocus")) == {
         "softfocus.lab.report.page",
         "softfocus.lab.report.report",
     }

@@ -12,11 +12,15 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 
 
-def without_code(text: str) -> str:
-    """The text without fenced blocks, blocks that are indented, and spans of code."""
+def without_code_blocks(text: str) -> str:
+    """The text without fenced blocks, and without indented ones, which follow a blank line."""
     text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"(?<=\n\n)(?:    .*\n|\n)+", "\n", text)
-    return re.sub(r"`[^`]*`", "", text)
+    return re.sub(r"(?<=\n\n)(?:    .*\n|\n)+", "\n", text)
+
+
+def without_code(text: str) -> str:
+    """The text without blocks and spans of code."""
+    return re.sub(r"`[^`]*`", "", without_code_blocks(text))
 
 
 def anchors(text: str) -> set[str]:
@@ -96,10 +100,10 @@ def test_every_picture_is_on_a_page():
 
 
 def wide_lines(text: str) -> list[str]:
-    """Lines of prose beyond 100 columns; tables, pictures and what a program wrote may be wider."""
+    """Lines of prose beyond 100 columns; tables, pictures and code blocks may be wider."""
     text = re.sub(r"<!-- \w+:begin -->.*?<!-- \w+:end -->", "", text, flags=re.DOTALL)
-    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
-    return [line for line in text.splitlines() if len(line) > 100 and not line.startswith(("|", "![", "    "))]
+    lines = without_code_blocks(text).splitlines()
+    return [line for line in lines if len(line) > 100 and not line.startswith(("|", "!["))]
 
 
 @page
@@ -109,6 +113,8 @@ def test_prose_wraps_at_100_columns(path):
 
 def test_a_wide_line_would_be_noticed():
     assert wide_lines(f"{'a' * 100}\n| {'b' * 100} |\n{'c' * 101}") == ["c" * 101]
+    item = f"    {'d' * 97}"
+    assert wide_lines(f"* d\n{item}\n\n    {'code' * 25}\n") == [item]
 
 
 def test_the_pages_with_tables_of_results_are_tested():
@@ -142,3 +148,18 @@ def test_every_name_of_the_glossary_is_in_the_code():
             names += re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"`([^`]+)`", cells[3])))
     assert len(names) > 80
     assert not set(names) - known
+
+
+def test_every_row_vector_of_the_kernels_is_in_the_glossary():
+    """C++: members [BLOCK_Q] of a class. Triton: fields of a NamedTuple beside the kernels."""
+    backends = ROOT / "src" / "softfocus" / "backends"
+    vectors: set[str] = set()
+    for path in (backends / "cpu" / "csrc").glob("*.h"):
+        members = re.findall(r"^  (?:float|double|bool|int64_t) ([^;(]*\[BLOCK_Q\][^;(]*);", path.read_text(), re.M)
+        vectors.update(re.findall(r"(\w+)\[BLOCK_Q\]", " ".join(members)))
+    for path in (backends / "triton" / "kernels").glob("*.py"):
+        vectors.update(re.findall(r"^    (\w+): tl\.tensor$", path.read_text(), re.M))
+    assert len(vectors) > 30
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    named = set(re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"`([^`]+)`", glossary))))
+    assert not vectors - named

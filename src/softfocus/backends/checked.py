@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from softfocus.backends import tiled, triton
-from softfocus.backends.triton import FEW_ROWS
+from softfocus.backends.triton.variants import FEW_ROWS, compiled_as, variant
 from softfocus.contract import GRADIENTS, Call, optional_arguments, pack
 from softfocus.mechanism import Mechanism
 from softfocus.visibility import UNLIMITED
@@ -302,7 +302,7 @@ def _part_of(call: Call) -> Call:
 
     keys = ("query", "key", "value")
     optional = {name: getattr(call, name) for name in GRADIENTS if name not in keys}
-    template: Any = call  # mypy would hold the tensors of the dictionary against every field
+    template: Any = call  # mypy would check the dictionary's tensors against the type of every field
     return template._replace(
         query=query[:batch, :heads, first:],
         key=key[:batch, : heads // group],
@@ -341,8 +341,8 @@ def _kind(call: Call) -> Hashable:
     split_sizes = few and (key.size(2).bit_length(), (key.size(0) * key.size(1)).bit_length())
     bias = None if call.bias is None else (call.bias.dtype, *(size == 1 for size in call.bias.shape))
     return (
-        query.device, query.dtype, query.size(-1), call.value.size(-1), triton.compiled_as(call.mechanism), split_sizes,
-        bias, triton.variant(call), optional_arguments(pack(call)),
+        query.device, query.dtype, query.size(-1), call.value.size(-1), compiled_as(call.mechanism), split_sizes,
+        bias, variant(call), optional_arguments(pack(call)),
         visibility.left != UNLIMITED, visibility.right != UNLIMITED,
         bool(call.dropout.p), call.cache and call.cache.page_table is None,
     )  # fmt: skip

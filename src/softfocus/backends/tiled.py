@@ -12,16 +12,10 @@ from torch import Tensor
 from softfocus import rows as rowwise
 from softfocus.backends.laser import LogWeights, ShiftedExponential
 from softfocus.backends.tiles import chunks, zero_gradients
-from softfocus.contract import FLOATING, Call, Supported, compute_dtype
+from softfocus.contract import Call, compute_dtype, supported_by_formulas
 from softfocus.pointwise import POINTWISE
 
-SUPPORTED = Supported(
-    similarity=("dot", "cosine"), length_scale=("1", "log(N)", "log512(N)"), score_bias=("0", "-log(N)", "-log(L)"),
-    phi=tuple(POINTWISE), normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
-    post=("none", "negate", "recentre", "recentre+l1"), reweighting=True, laser=True,
-    dtypes=FLOATING, devices=("any",),
-    features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
-)  # fmt: skip
+SUPPORTED = supported_by_formulas(phi=tuple(POINTWISE))
 ABOUT = "pure torch in tiles of whole rows: runs everywhere, memory O(L), slower than a fused kernel"
 # Members of contract.Backend that this backend does not need
 refuses = runner = saved_vector_count = None

@@ -184,7 +184,8 @@ class Algebra(NamedTuple):
         laser: the logarithm of the weighted mean of e^V instead of the weighted mean of V.
         shifted: whether phi of a row is multiplied by 2^-shift, where the shift follows from the
             row's largest score, against overflow and underflow. Only with an l1 norm: always for
-            exp and in float16, for softplus and sigmoid unless scores are bounded (SCORE_BOUND).
+            exp and in float16, for softplus and sigmoid unless scores are bounded
+            (``variants.SCORE_BOUND``).
         shift_holds_norm: whether the shift is the logsumexp in the backward, so that phi is the
             weight.
         terms: the number of terms of phi's polynomials (``inputs.TERMS``).

@@ -9,17 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from softfocus.backends.triton import (
-    FEW_ROWS,
-    SAVED_VECTORS,
-    bounded,
-    exponential_dtype,
-    out_extra_dtype,
-    saved_vector_count,
-    spans_too_much,
-    takes_unit_vectors,
-    tuning,
-)
+from softfocus.backends.triton import tuning
 from softfocus.backends.triton.arguments import Inputs, Masks, Outputs, Tiling
 from softfocus.backends.triton.assembler import right_assembler
 from softfocus.backends.triton.inputs import (
@@ -47,6 +37,16 @@ from softfocus.backends.triton.kernels import (
     query_gradients,
 )
 from softfocus.backends.triton.tuning import next_power_of_two
+from softfocus.backends.triton.variants import (
+    FEW_ROWS,
+    SAVED_VECTORS,
+    bounded,
+    exponential_dtype,
+    out_extra_dtype,
+    saved_vector_count,
+    spans_too_much,
+    takes_unit_vectors,
+)
 from softfocus.contract import LEAVES, Call, pack
 
 TILES_PER_SPLIT = 4  # unmeasured
@@ -230,8 +230,8 @@ class Launcher:
             or not (self.call.query.numel() and self.call.key.numel())
         ):
             return self._first_shape(kernel)
-        kind, candidates = tuning.kind(kernel, self.call), tuning.candidates(kernel, self.call)
-        return tuning.fastest(kind, self.call.query.device, candidates, run)
+        key, candidates = tuning.measurement_key(kernel, self.call), tuning.candidates(kernel, self.call)
+        return tuning.fastest(key, self.call.query.device, candidates, run)
 
     def _launch_plan(self, tile: tuning.TileShape, lists: str = "") -> LaunchPlan:
         """``lists``: the field of ``Masks`` with the lists of tiles that the kernel reads,

@@ -11,11 +11,12 @@ from torch import Tensor
 from triton import knobs
 
 from softfocus import dropout
-from softfocus.backends.triton import runtime_power, tuning
+from softfocus.backends.triton import tuning
 from softfocus.backends.triton.arguments import Algebra, Array, Inputs, Masks, RowArray, TileLists, Tiling
 from softfocus.backends.triton.kernels import masking
 from softfocus.backends.triton.kernels.pointwise import PHI
 from softfocus.backends.triton.tuning import next_power_of_two
+from softfocus.backends.triton.variants import runtime_power
 from softfocus.contract import Call
 from softfocus.mechanism import Mechanism
 from softfocus.pointwise import POINTWISE
@@ -66,8 +67,8 @@ def tiling_of(head_dim: int, value_dim: int, dtype: torch.dtype, tile: tuning.Ti
 
 
 def _needs_shift(mechanism: Mechanism, bounded: bool, dtype: torch.dtype) -> bool:
-    """``Algebra.shifted`` where the normaliser is l1. ``bounded`` is
-    ``softfocus.backends.triton.bounded`` of the call.
+    """``Algebra.shifted`` where the normaliser is l1. ``bounded`` is ``variants.bounded`` of the
+    call.
     """
     if mechanism.phi == "exp" or dtype == torch.float16:
         return True

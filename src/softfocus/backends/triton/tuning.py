@@ -1,5 +1,5 @@
-"""The choice of the kernels' tile shapes: the fastest of a few, measured once per kind of calls and
-device, and stored on disk.
+"""The choice of the kernels' tile shapes: the fastest of a few, measured once per device for calls
+that share a ``measurement_key``, and stored on disk.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from softfocus.backends.triton import compiled_as
+from softfocus.backends.triton.variants import compiled_as
 from softfocus.contract import Call, optional_arguments, pack
 from softfocus.switches import switched_on
 from softfocus.visibility import UNLIMITED
@@ -177,9 +177,9 @@ def candidates(kernel: str, call: Call) -> tuple[TileShape, ...]:
     return next(table[kernel, name] for name in names if (kernel, name) in table)
 
 
-def kind(kernel: str, call: Call) -> tuple[Hashable, ...]:
-    """The key under which a measurement is stored: calls of one kind share the fastest tile shape.
-    Sizes are rounded up to powers of two.
+def measurement_key(kernel: str, call: Call) -> tuple[Hashable, ...]:
+    """The key under which a measurement is stored: calls that share it share the fastest tile
+    shape. Sizes are rounded up to powers of two.
     """
     query, key, visibility = call.query, call.key, call.visibility
     sizes = (query.size(0) * query.size(1), query.size(2), key.size(2), query.size(1) // key.size(1))
@@ -207,14 +207,15 @@ _known: dict[tuple[Hashable, ...], TileShape] = {}
 
 
 def fastest(
-    kind_of_call: tuple[Hashable, ...],
+    key: tuple[Hashable, ...],
     device: torch.device,
     candidates: tuple[TileShape, ...],
     run: Callable[[TileShape], Any],
 ) -> TileShape:
-    """The tile shape with which ``run`` takes the least time, for calls of a kind (see ``kind``).
+    """The tile shape with which ``run`` takes the least time, for calls that share ``key`` (see
+    ``measurement_key``).
 
-    It is measured at the first call of the kind, which waits for the device and for compilers.
+    It is measured at the first of these calls, which waits for the device and for compilers.
     Later processes find it in Triton's own cache, by device, Triton's version and the kernels'
     source. A call that is captured into a CUDA graph before the measurement takes the first of
     ``candidates``. So does every call with ``SOFTFOCUS_TUNE=off`` or torch's deterministic
@@ -226,7 +227,7 @@ def fastest(
     """
     if not switched_on(TUNE, default=True) or torch.are_deterministic_algorithms_enabled():
         return candidates[0]
-    key = (_name(device), *kind_of_call)
+    key = (_name(device), *key)
     if key not in _known:
         code = hashlib.sha256(json.dumps([triton.__version__, _source(), key]).encode()).hexdigest()
         store = get_cache_manager(code)

@@ -14,10 +14,10 @@
 // that does not overflow for the rows as given. Rows in between are left alone. A flushed element
 // times an element up to 2^100 (2^40 in the last line) of the other row is below 2^-26. So each
 // flushed element changes s by less than 2^-26 times the score scale, and e^s by as much relative
-// to itself. Rounding changes e^s by up to 2^-24 relative to itself. With a score scale of at most 4
-// a flushed element therefore changes e^s by less than rounding does; with a larger one its error
-// grows in proportion. Beyond 2^100 (2^40) the error grows with the other element. Such rows are
-// not treated specially.
+// to itself. Rounding changes e^s by up to 2^-24 relative to itself. With a score scale of at most
+// 4 a flushed element therefore changes e^s by less than rounding does; with a larger one its
+// error grows in proportion. Beyond 2^100 (2^40) the error grows with the other element. Such rows
+// are not treated specially.
 //
 // With cosine similarity every row is multiplied by its prescale. In unit vectors a flushed element
 // is below 2^-126, and so is its term of the dot product.

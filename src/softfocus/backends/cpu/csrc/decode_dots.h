@@ -44,7 +44,7 @@ class DecodeDots {
   const bool in_place;                    // keys can be read in place: padded_dim is D
   int64_t batch_index = 0, key_head = 0;  // of the block in compute()
   Buffer<float> copies;                   // [W, padded_dim], keys that cannot be read in place
-  Buffer<float> one_key;                  // [padded_dim]
+  Buffer<float> key_copy;                 // [padded_dim], the key of dot_safely() at hand
 
   // compute() for keys whose elements are of type T
   template <typename T>
@@ -106,22 +106,23 @@ class DecodeDots {
   }
 
   // The same for keys [W, key_stride] of each stream, of which n_keys exist. A lane of rnorm,
-  // dot_again and dot_product belongs to a key.
+  // recompute_dot and dot_product belongs to a key.
   template <typename T, int N>
   __attribute__((always_inline)) inline void dot_rows(const int64_t (&first_offset)[N], const T* const (&keys)[N],
                                                       int64_t key_stride, int64_t n_keys, int64_t key_begin,
                                                       const float* queries, int64_t n_rows, const DotAddress& address) {
     vfloat rnorm[N];  // 1 / |k|; 1 without cosine similarity
-    // Non-finite dot products, and keys whose squared norm may have overflowed or underflowed
-    vint dot_again[N];
-    for (int i = 0; i < N; ++i) rnorm[i] = splat(1.0f), dot_again[i] = vint{};
+    // Lanes that are set: non-finite dot products, and keys whose squared norm may have overflowed
+    // or underflowed. dot_safely() recomputes them
+    vint recompute_dot[N];
+    for (int i = 0; i < N; ++i) rnorm[i] = splat(1.0f), recompute_dot[i] = vint{};
     for (int64_t r = 0; r < n_rows; ++r) {
       vfloat products[N][W], squares[N][W];
       if (params.cosine && r == 0) {
         lane_products</*SQUARES=*/true>(queries, keys, key_stride, products, squares);
         for (int i = 0; i < N; ++i) {
           vfloat squared_norm = reduce_each(squares[i]);
-          dot_again[i] = ~((squared_norm > SAFE_MIN) & (squared_norm < SAFE_MAX));
+          recompute_dot[i] = ~((squared_norm > SAFE_MIN) & (squared_norm < SAFE_MAX));
           rnorm[i] = 1.0f / square_root(squared_norm);
         }
       } else {
@@ -130,12 +131,12 @@ class DecodeDots {
       for (int i = 0; i < N; ++i) {
         vfloat dot_product = reduce_each(products[i]) * rnorm[i];
         store(address(r, first_offset[i]), dot_product);
-        dot_again[i] |= ~(absolute(dot_product) <= std::numeric_limits<float>::max());
+        recompute_dot[i] |= ~(absolute(dot_product) <= std::numeric_limits<float>::max());
       }
     }
     for (int i = 0; i < N; ++i)
-      if (dot_again[i] &= lane_index() < int32_t(n_keys); any(dot_again[i]))
-        dot_safely(first_offset[i], key_begin, dot_again[i], queries, n_rows, address);
+      if (recompute_dot[i] &= lane_index() < int32_t(n_keys); any(recompute_dot[i]))
+        dot_safely(first_offset[i], key_begin, recompute_dot[i], queries, n_rows, address);
   }
 
   // products[i][t]: lane-wise sums of the products of a query with key t of stream i. Lane l sums
@@ -164,15 +165,15 @@ class DecodeDots {
 
   // Computes the dot products with some of the W keys from `first_offset` on again: NaN for a
   // non-finite key, else with a norm that neither overflows nor underflows. Only lanes that are set
-  // in dot_again are written. A key is normalised before the product here, which rounds
+  // in recompute_dot are written. A key is normalised before the product here, which rounds
   // differently. Whether a key takes this path must not depend on the keys next to it: equal keys
   // have equal dot products.
-  __attribute__((noinline)) void dot_safely(int64_t first_offset, int64_t key_begin, vint dot_again,
+  __attribute__((noinline)) void dot_safely(int64_t first_offset, int64_t key_begin, vint recompute_dot,
                                             const float* queries, int64_t n_rows, const DotAddress& address) {
-    if (!one_key) one_key.resize(padded_dim);
-    float* key = one_key;
+    if (!key_copy) key_copy.resize(padded_dim);
+    float* key = key_copy;
     for (int64_t i = 0; i < W; ++i) {
-      if (!dot_again[i]) continue;
+      if (!recompute_dot[i]) continue;
       std::fill(key, key + padded_dim, 0.0f);
       read_row(params.key, params.dtype, batch_index, key_head, key_begin + first_offset + i, params.head_dim, key);
       bool finite = all_finite(key, params.head_dim);

@@ -127,10 +127,10 @@ class RowGradients {
   // 1 / sum u^p, summed in double over the live keys; output.inverse_power_sum is the forward's,
   // whose tiles are summed in float
   float precise_inverse_power_sum[BLOCK_Q];
-  float power_over_sum[BLOCK_Q];  // p / sum u^p
-  float mean_term[BLOCK_Q];       // -o mean(g) * inverse_spread: every visible key receives it
-  float grad_power[BLOCK_Q];      // dL/dp of each row
-  bool single_key[BLOCK_Q];       // one key has all the weight
+  float power_over_sum[BLOCK_Q];   // p / sum u^p
+  float minus_mean_grad[BLOCK_Q];  // -o mean(g) * inverse_spread: every visible key receives it
+  float grad_power[BLOCK_Q];       // dL/dp of each row
+  bool single_key[BLOCK_Q];        // one key has all the weight
 
   // dL/dA of row r of a tile, without re-weighting: [tiles, max_rows, BLOCK_K], indexed by offset j
   float* grad_weights_row(int64_t r, int64_t start_k) {
@@ -159,7 +159,7 @@ class RowGradients {
       if (r < block.n_rows && !block.fully_masked[r])
         read_row(grads.grad_out, params.dtype, block.batch_index, block.query_head, block.start_q + r, params.value_dim,
                  row);
-      delta[r] = power_over_sum[r] = mean_term[r] = grad_power[r] = 0.0f;
+      delta[r] = power_over_sum[r] = minus_mean_grad[r] = grad_power[r] = 0.0f;
     }
     // Where a row sees a non-finite value, that column passes no gradient. This holds even where
     // decoding has left the output finite, because no live key has the non-finite value.

@@ -8,7 +8,7 @@
 namespace softfocus {
 
 // Lists the live keys of all tiles with their dL/dA. Computes of each row delta, delta_error,
-// single_key, precise_inverse_power_sum, power_over_sum, mean_term and grad_power.
+// single_key, precise_inverse_power_sum, power_over_sum, minus_mean_grad and grad_power.
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors& grads) {
@@ -83,13 +83,13 @@ inline void RowGradients<Phi>::finish_listed_row(int64_t r, const RowSums& sum, 
   if (has_exact[r]) add_exact_terms(r, delta_i, exact_over_u);
   delta[r] = float(delta_i);
   delta_error[r] = float(delta_i - delta[r]);
-  // Where one key has all the weight, dS and dL/dp are 0: power_over_sum, mean_term and grad_power
-  // stay 0.
+  // Where one key has all the weight, dS and dL/dp are 0: power_over_sum, minus_mean_grad and
+  // grad_power stay 0.
   if (constant_weights(r)) return;
   power_over_sum[r] = power * precise_inverse_power_sum[r];
   // sum_j g_j; the exact term's part of g_j is p X_j / u_j
   double g_sum = power_over_sum[r] * (sum.u_pm1_da.total() - delta_i * sum.u_pm1.total()) + power * exact_over_u;
-  mean_term[r] = block.threshold_on[r] == 0.0f ? 0.0f : float(-g_sum / block.count[r] * block.inverse_spread[r]);
+  minus_mean_grad[r] = block.threshold_on[r] == 0.0f ? 0.0f : float(-g_sum / block.count[r] * block.inverse_spread[r]);
   // dL/dp = sum_j (A_j (dA_j - D) + X_j) log u_j, but 0 in a tied row, which keeps its l1 weights.
   // In a non-finite row peak is NaN and the condition holds: a NaN reaches dL/dp.
   if (with_log && !(block.peak[r] <= TIE_TOLERANCE))
@@ -174,8 +174,8 @@ inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowV
     scatter_add</*LASER=*/false>(incoming_grad + r * width, width, n, key, a, v, grad_values);
 }
 
-// Turns g * inverse_spread of a row into dL/ds: adds mean_term, multiplies by phi'(s), adds the
-// exact terms, p X_j d log u_j / ds_j.
+// Turns g * inverse_spread of a row into dL/ds: adds minus_mean_grad, multiplies by phi'(s), adds
+// the exact terms, p X_j d log u_j / ds_j.
 template <typename Phi>
 inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k) {
   KeyRange keys = strip_keys[r / MR];
@@ -184,7 +184,7 @@ inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k
   float* ds = grad_scores + r * TILE_STRIDE;  // ds[0]: the key at start_k
   // relu' of a NaN is 0, which would hide that the row is NaN.
   if (!std::isfinite(block.weight_scale[r])) return set_seen_to_nan(ds, r, start_k);
-  vfloat mean = splat(mean_term[r]);
+  vfloat minus_mean = splat(minus_mean_grad[r]);
   bool add_exact = has_exact[r] && !constant_weights(r);
   block.with_row_phi(r, [&](auto phi) {
     auto convert_vectors = [&](int64_t first, auto n_vectors) {
@@ -194,8 +194,8 @@ inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k
       phi.derivative(x);  // x is phi'(s) from here on
       unroll<N>([&](int i) {
         int64_t j = first + i * W;
-        // 0 for a key that the row does not see, even if delta or mean_term is NaN
-        vfloat grad_s = x[i] == 0.0f ? vfloat{} : x[i] * (load(ds + (j - start_k)) + mean);
+        // 0 for a key that the row does not see, even if delta or minus_mean_grad is NaN
+        vfloat grad_s = x[i] == 0.0f ? vfloat{} : x[i] * (load(ds + (j - start_k)) + minus_mean);
         if (add_exact) {
           vfloat term = load(exact_terms + r * block.row_stride + j);
           // d log u / ds is phi' / (phi - threshold). Without a threshold it is phi' / phi, which

@@ -281,12 +281,12 @@ class RowBlock : public BlockVisibility {
                          _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(live, (__m512i)key)));
         n_live += __builtin_popcount(live);
 #else
-        vint dead = x <= limit;
+        vint not_live = x <= limit;
         if constexpr (DROPOUT) x = dropout.dropped(r, j) ? -x : x;
         for (int i = 0; i < W; ++i) {
           u[n_live] = x[i];
           keys[n_live] = uint8_t(key[i]);
-          n_live += dead[i] == 0;
+          n_live += not_live[i] == 0;
         }
 #endif
       }

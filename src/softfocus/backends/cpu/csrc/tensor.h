@@ -50,10 +50,8 @@ inline vhalf to_float16(vfloat x) {
   return __builtin_convertvector(u | sign, vhalf);
 }
 
-// Counted so that Python can refuse a dtype that the kernels lack (__init__.py). The functions
-// below treat every other number as FLOAT16: an error branch would bloat hot loops. A new Dtype
-// needs a case here (-Werror=switch) and a branch in read_element(), read_row(), write_row() and
-// with_element().
+// Counted so that Python can refuse a dtype that the kernels lack (__init__.py). Every switch over
+// Dtype has a case for each of its values (-Werror=switch).
 constexpr int64_t count_dtypes() {
   int64_t n = 0;
   for (bool known = true; known; n += known) {
@@ -71,43 +69,61 @@ constexpr int64_t count_dtypes() {
 // One element of x [B, H, L, width], as a float
 inline float read_element(const TensorView& x, int64_t dtype, int64_t b, int64_t h, int64_t i, int64_t d) {
   int64_t offset = b * x.stride[0] + h * x.stride[1] + i * x.stride[2] + d * x.stride[3];
-  if (dtype == FLOAT32) return static_cast<const float*>(x.data)[offset];
-  vhalf y = vhalf{static_cast<const uint16_t*>(x.data)[offset]};
-  return (dtype == BFLOAT16 ? from_bfloat16(y) : from_float16(y))[0];
+  switch (Dtype(dtype)) {
+    case FLOAT32:
+      return static_cast<const float*>(x.data)[offset];
+    case BFLOAT16:
+      return from_bfloat16(vhalf{static_cast<const uint16_t*>(x.data)[offset]})[0];
+    case FLOAT16:
+      return from_float16(vhalf{static_cast<const uint16_t*>(x.data)[offset]})[0];
+  }
+  return std::numeric_limits<float>::quiet_NaN();  // a number without a case
 }
 
 // Copies row i of head h of x [B, H, L, width] to `to` [width], as floats. Nothing is written after
 // `width` elements.
 inline void read_row(const TensorView& x, int64_t dtype, int64_t b, int64_t h, int64_t i, int64_t width, float* to) {
   int64_t offset = b * x.stride[0] + h * x.stride[1] + i * x.stride[2], stride = x.stride[3];
-  if (dtype == FLOAT32) {
-    const float* from = static_cast<const float*>(x.data) + offset;
+  auto copy = [&](const float* from) {
     if (stride == 1)
       std::memcpy(to, from, width * sizeof(float));
     else
       for (int64_t k = 0; k < width; ++k) to[k] = from[k * stride];
-  } else {
-    const uint16_t* from = static_cast<const uint16_t*>(x.data) + offset;
-    auto widen = [&](vhalf y) { return dtype == BFLOAT16 ? from_bfloat16(y) : from_float16(y); };
+  };
+  auto widen = [&](const uint16_t* from, auto to_float) {
     int64_t k = 0;
-    for (; stride == 1 && k + W <= width; k += W) store(to + k, widen(*(const vhalf_unaligned*)(from + k)));
-    for (; k < width; ++k) to[k] = widen(vhalf{from[k * stride]})[0];
+    for (; stride == 1 && k + W <= width; k += W) store(to + k, to_float(*(const vhalf_unaligned*)(from + k)));
+    for (; k < width; ++k) to[k] = to_float(vhalf{from[k * stride]})[0];
+  };
+  switch (Dtype(dtype)) {
+    case FLOAT32:
+      return copy(static_cast<const float*>(x.data) + offset);
+    case BFLOAT16:
+      return widen(static_cast<const uint16_t*>(x.data) + offset, [](vhalf y) { return from_bfloat16(y); });
+    case FLOAT16:
+      return widen(static_cast<const uint16_t*>(x.data) + offset, [](vhalf y) { return from_float16(y); });
   }
 }
 
 // Writes `width` floats to a contiguous tensor, from its element `offset` on, in the tensor's
 // dtype. For float32, `from` may point to that element itself.
 inline void write_row(void* tensor, int64_t dtype, int64_t offset, const float* from, int64_t width) {
-  if (dtype == FLOAT32) {
-    float* to = static_cast<float*>(tensor) + offset;
+  auto copy = [&](float* to) {
     if (to != from) std::copy_n(from, width, to);
-    return;
+  };
+  auto narrow = [&](uint16_t* to, auto to_half) {
+    int64_t d = 0;
+    for (; d + W <= width; d += W) *(vhalf_unaligned*)(to + d) = to_half(load(from + d));
+    for (; d < width; ++d) to[d] = to_half(splat(from[d]))[0];
+  };
+  switch (Dtype(dtype)) {
+    case FLOAT32:
+      return copy(static_cast<float*>(tensor) + offset);
+    case BFLOAT16:
+      return narrow(static_cast<uint16_t*>(tensor) + offset, [](vfloat x) { return to_bfloat16(x); });
+    case FLOAT16:
+      return narrow(static_cast<uint16_t*>(tensor) + offset, [](vfloat x) { return to_float16(x); });
   }
-  uint16_t* to = static_cast<uint16_t*>(tensor) + offset;
-  auto narrow = [&](vfloat x) { return dtype == BFLOAT16 ? to_bfloat16(x) : to_float16(x); };
-  int64_t d = 0;
-  for (; d + W <= width; d += W) *(vhalf_unaligned*)(to + d) = narrow(load(from + d));
-  for (; d < width; ++d) to[d] = narrow(splat(from[d]))[0];
 }
 
 // Pointer to row i of head h of x [B, H, L, width], whose elements are of type T
@@ -126,9 +142,14 @@ inline bool contiguous_float_rows(const TensorView& x, int64_t dtype, int64_t wi
 // Calls f(float{}), f(bfloat16{}) or f(float16{}): turns a Dtype number into a type
 template <typename F>
 inline void with_element(int64_t dtype, F&& f) {
-  if (dtype == FLOAT32) return f(float{});
-  if (dtype == BFLOAT16) return f(bfloat16{});
-  f(float16{});
+  switch (Dtype(dtype)) {
+    case FLOAT32:
+      return f(float{});
+    case BFLOAT16:
+      return f(bfloat16{});
+    case FLOAT16:
+      return f(float16{});
+  }
 }
 
 // Between these bounds a number and its inverse are both far from overflow and underflow.

@@ -131,9 +131,9 @@ def store_row_vectors(
     row_vectors, algebra, mean_grad, product_scale, row_bias, row, grad_factor, b, h, q_offsets, mask, active,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Store the row vectors for the other kernels; ``row.grad_factor`` is replaced by
-    ``grad_factor``. The rows of ``mask`` are stored. ``active`` are the rows that this variant
-    computes (``active_rows``).
+    """Store the row vectors [BLOCK_Q] for the other kernels; ``row.grad_factor`` is replaced by
+    ``grad_factor``. The rows of ``mask`` [BLOCK_Q] are stored. ``active`` [BLOCK_Q] are the rows
+    that this variant computes (``active_rows``).
     """
     threshold = row.threshold if algebra.reweighted else row.zero_grad_above
     inverse_spread, weight_factor, delta = row.inverse_spread, row.weight_factor, row.delta
@@ -159,7 +159,7 @@ def store_row_vectors(
 
 @triton.jit
 def store_or_add(pointers, x, mask, ADD: tl.constexpr):
-    """Store x, or add it to what the memory holds."""
+    """Store x, shaped like ``pointers`` and ``mask``, or add it to what the memory holds."""
     if ADD:
         x += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)

@@ -117,18 +117,18 @@ def bias_gradients(
                     )
     q_offsets = bias_q_block * tiling.BLOCK_Q + q_range
     k_offsets = bias_k_block * tiling.BLOCK_K + k_range
-    matrix = loading.head_pointer(grad_bias, bias_b, bias_h)
+    matrix_pointer = loading.head_pointer(grad_bias, bias_b, bias_h)
     if not (ALL_ROWS or ALL_KEYS):
         q_offsets = q_offsets.to(tl.int64)  # the bias of one head may have more than 2^31 elements
     if ALL_ROWS and ALL_KEYS:
-        backward_rows.store_or_add(matrix, tl.sum(tl.sum(total, 1), 0), True, EXACT)
+        backward_rows.store_or_add(matrix_pointer, tl.sum(tl.sum(total, 1), 0), True, EXACT)
     elif ALL_ROWS:
-        pointers = matrix + k_offsets * grad_bias.stride_d
+        pointers = matrix_pointer + k_offsets * grad_bias.stride_d
         backward_rows.store_or_add(pointers, tl.sum(total, 0), k_offsets < inputs.key_length, EXACT)
     elif ALL_KEYS:
-        pointers = matrix + q_offsets * grad_bias.stride_l
+        pointers = matrix_pointer + q_offsets * grad_bias.stride_l
         backward_rows.store_or_add(pointers, tl.sum(total, 1), q_offsets < inputs.query_length, EXACT)
     else:
         mask = (q_offsets[:, None] < inputs.query_length) & (k_offsets[None, :] < inputs.key_length)
-        pointers = matrix + q_offsets[:, None] * grad_bias.stride_l + k_offsets[None, :] * grad_bias.stride_d
+        pointers = matrix_pointer + q_offsets[:, None] * grad_bias.stride_l + k_offsets[None, :] * grad_bias.stride_d
         backward_rows.store_or_add(pointers, total, mask, EXACT)

@@ -85,9 +85,9 @@ def _acc_pointers(split_accs, splits, split, ROWS_STORED: tl.constexpr, ROWS: tl
     """
     key_head_index = tl.full([], 0, tl.int64) + tl.program_id(1)  # of all B Hk
     rows = tl.arange(0, ROWS)[:, None]
-    pointers = rows * tiling.BLOCK_DV + tl.arange(0, tiling.BLOCK_DV)[None, :]
-    first = (key_head_index * splits + split) * (ROWS_STORED * tiling.BLOCK_DV)
-    return split_accs + first + pointers, rows < ROWS_STORED
+    offsets = rows * tiling.BLOCK_DV + tl.arange(0, tiling.BLOCK_DV)[None, :]
+    split_offset = (key_head_index * splits + split) * (ROWS_STORED * tiling.BLOCK_DV)
+    return split_accs + split_offset + offsets, rows < ROWS_STORED
 
 
 @triton.jit
@@ -303,11 +303,11 @@ def _sum_values(
         if CAREFUL:  # between the sweeps; this code always runs, as in ``_store_products``
             if tiling.BLOCK_Q == 1:
                 acc = tl.sum(product_sums, 0)[None, :]
-            sum_again = tl.sum(acc - acc) != 0.0  # true for NaN
+            recompute_acc = tl.sum(acc - acc) != 0.0  # true for NaN
             if algebra.laser:
-                sum_again = sum_again | (tl.max(largest_value, 0) > laser.LARGE_VALUE)
-            stop_of_sweep = tl.where(sum_again, stop_tile, first_tile)
-            acc = tl.where(sum_again, 0.0, acc)
+                recompute_acc = recompute_acc | (tl.max(largest_value, 0) > laser.LARGE_VALUE)
+            stop_of_sweep = tl.where(recompute_acc, stop_tile, first_tile)
+            acc = tl.where(recompute_acc, 0.0, acc)
         for n in tl.range(first_tile, stop_of_sweep, num_stages=1 if CAREFUL else STAGES):
             # k_offsets, live [BLOCK_K]; pointers, mask, numerator [BLOCK_Q, BLOCK_K];
             # value_pointers, value [BLOCK_K, BLOCK_DV]

@@ -24,29 +24,31 @@ SMALL_SUM = tl.constexpr(1e-12)
 """A row is marked if sum_j r_ij e^V_jd, with the numerators r (f or u^p), is below
 SMALL_SUM max(sum_j r_ij, 1) in some column d.
 """
-ONE_KEY = tl.constexpr(2.0)
+SINGLE_KEY = tl.constexpr(2.0)
 """The mark of a marked row in which one key has all the weight. The mark of other marked rows is 1,
 that of all other rows 0. Marks are float32, as the other saved vectors.
 """
-TAIL_BELOW = tl.constexpr(2.0**-100)  # unmeasured
-"""Where f is below it, a phi without zeros is in its exponential tail: phi' / phi is 1."""
+TINY_BELOW = tl.constexpr(2.0**-100)  # unmeasured
+"""Up to this limit f is tiny. A phi without zeros is there e^s times a factor of the row, so that
+phi' / phi is 1.
+"""
 RELU_TINY_BELOW = tl.constexpr(2.0**-60)  # unmeasured
-"""Where f is below it, phi' / phi of a phi with zeros is computed from s. Chosen for relu2:
+"""The same limit for a phi with zeros, whose phi' / phi is there computed from s. Chosen for relu2:
 s^2 = f 2^shift is normal while f >= 2^-60 and shift >= -66.
 """
 
 
 @triton.jit
 def exponential_operand(x, dtype):
-    """e^V or dL/d(A e^V) as an operand of products in a call of ``dtype``. For float16, which x may
-    overflow, it is in tf32.
+    """e^V or dL/d(A e^V), shaped like x, as an operand of products in a call of ``dtype``. For
+    float16, which x may overflow, it is in tf32.
     """
     return products.to_operand_dtype(x, dtype, dtype == tl.float16)
 
 
 @triton.jit
 def exponential(value):
-    """e^V; e^LARGE_VALUE for larger values, NaN for non-finite ones."""
+    """e^V, shaped like ``value``; e^LARGE_VALUE for larger values, NaN for non-finite ones."""
     x = value.to(tl.float32)
     x = tl.minimum(x + (x - x), LARGE_VALUE, propagate_nan=tl.PropagateNan.ALL)
     return exponential_operand(tl.exp2(x * LOG2E), value.dtype)
@@ -76,7 +78,7 @@ def compute_flags(x):
 
 @triton.jit
 def is_large(flags):
-    """Whether a key has a large value, by its flag."""
+    """Whether each key has a large value, bool [BLOCK_K], by its flag."""
     return (flags == 1.0) | (flags == 3.0)
 
 
@@ -117,7 +119,7 @@ class ExactRow(NamedTuple):
             re-weighted rows only.
         power_sum: sum_j u_ij^p; in tied rows sum_j f_ij, which is not used.
         delta: sum_j A_ij dL/dA_ij.
-        one_key: whether one key has all the weight; for the backward.
+        single_key: whether one key has all the weight; for the backward.
     """
 
     shift: tl.tensor
@@ -127,7 +129,7 @@ class ExactRow(NamedTuple):
     tied: tl.tensor
     power_sum: tl.tensor
     delta: tl.tensor
-    one_key: tl.tensor
+    single_key: tl.tensor
 
 
 @triton.jit
@@ -138,12 +140,12 @@ def exact_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
     power_sum = tl.where(power_sum == 0.0, 1.0, power_sum)
     threshold, inverse_spread, tied, _peak = weighting.row_threshold(algebra, count, f_sum, largest_f)
     marks = load_marks(saved, inputs, b, h, q_offsets)
-    return ExactRow(shift, f_sum, threshold, inverse_spread, tied, power_sum, delta, marks == ONE_KEY)
+    return ExactRow(shift, f_sum, threshold, inverse_spread, tied, power_sum, delta, marks == SINGLE_KEY)
 
 
 @triton.jit
 def load_marks(saved, inputs, b, h, q_offsets):
-    """The marks of the rows [BLOCK_Q]: ONE_KEY, 1, or 0 for rows that are not marked."""
+    """The marks of the rows [BLOCK_Q]: SINGLE_KEY, 1, or 0 for rows that are not marked."""
     return loading.load_vector(saved, b, h, q_offsets, loading.MARK, q_offsets < inputs.query_length, 0.0)
 
 
@@ -154,7 +156,7 @@ def expanded(row, KEY_AXIS: tl.constexpr):
         tl.expand_dims(row.shift, KEY_AXIS), tl.expand_dims(row.f_sum, KEY_AXIS),
         tl.expand_dims(row.threshold, KEY_AXIS), tl.expand_dims(row.inverse_spread, KEY_AXIS),
         tl.expand_dims(row.tied, KEY_AXIS), tl.expand_dims(row.power_sum, KEY_AXIS),
-        tl.expand_dims(row.delta, KEY_AXIS), tl.expand_dims(row.one_key, KEY_AXIS),
+        tl.expand_dims(row.delta, KEY_AXIS), tl.expand_dims(row.single_key, KEY_AXIS),
     )  # fmt: skip
 
 
@@ -201,7 +203,7 @@ def gradients_of_marked(s, weighted_grad, row, inputs, algebra, h):
     dL/df = dL/d(log r) p / (f - threshold) includes all factors of the row. The callers use it as
     grad_phi with a grad_factor of 1.
 
-    Where f is so small (``vanished``), the second result is p dL/d(log r) and the third phi' / phi,
+    Where f is ``tiny`` (TINY_BELOW), the second result is p dL/d(log r) and the third phi' / phi,
     so that their product is still dL/ds. They may take this form because no mean_grad is subtracted
     from the second: mean_grad is 0 in rows without a threshold.
     """
@@ -211,20 +213,20 @@ def gradients_of_marked(s, weighted_grad, row, inputs, algebra, h):
     weight = f / row.f_sum
     above_threshold = f
     power = 1.0
-    small = RELU_TINY_BELOW if algebra.phi.has_zeros else TAIL_BELOW
+    tiny_below = RELU_TINY_BELOW if algebra.phi.has_zeros else TINY_BELOW
     if algebra.reweighted:
         # Above a threshold f - threshold is 0 or at least one ulp of f: f needs no such limit
-        small = tl.where(row.tied | (row.threshold == 0.0), small, 0.0)
+        tiny_below = tl.where(row.tied | (row.threshold == 0.0), tiny_below, 0.0)
         u = weighting.phi_to_u(f, row.threshold, row.inverse_spread, algebra)
         weight = tl.where(row.tied, weight, weighting.u_to_the_power(u, inputs, algebra, h, MINUS=0) / row.power_sum)
         above_threshold = tl.where(row.tied, f, tl.maximum(f - row.threshold, 0.0))
         power = tl.where(row.tied, 1.0, weighting.head_power(inputs, algebra, h))
-    grad_log_numerator = tl.where(row.one_key, 0.0, weighted_grad - weight * row.delta)
-    vanished = above_threshold <= small
-    grad_f = grad_log_numerator * power / tl.where(vanished, 1.0, above_threshold)
+    grad_log_numerator = tl.where(row.single_key, 0.0, weighted_grad - weight * row.delta)
+    tiny = above_threshold <= tiny_below
+    grad_f = grad_log_numerator * power / tl.where(tiny, 1.0, above_threshold)
     # A key below the threshold has above_threshold = 0 and grad_log_numerator = 0. It must keep
     # phi', which multiplies mean_grad
-    derivative = tl.where(vanished & (grad_log_numerator != 0.0), algebra.phi.log_derivative(s), derivative)
+    derivative = tl.where(tiny & (grad_log_numerator != 0.0), algebra.phi.log_derivative(s), derivative)
     return grad_log_numerator, grad_f, derivative
 
 
@@ -290,8 +292,8 @@ def _column(array, b, h, offsets, mask, c):
 
 @triton.jit
 def exact_forward(inputs, algebra, masks, outputs, tiling):
-    """Stores the output of the marked rows, its rounding error, and ONE_KEY marks. The output is a
-    logsumexp with a running maximum per row and column.
+    """Stores the output of the marked rows, its rounding error, and SINGLE_KEY marks. The output is
+    a logsumexp with a running maximum per row and column.
     """
     if tl.load(outputs.exact_heads + tl.program_id(1)) == 0:
         return
@@ -316,7 +318,7 @@ def exact_forward(inputs, algebra, masks, outputs, tiling):
     # number of keys with a weight above 0
     running_max = tl.full([tiling.BLOCK_Q, tiling.BLOCK_DV], float("-inf"), tl.float32)
     total = tl.zeros([tiling.BLOCK_Q, tiling.BLOCK_DV], tl.float32)
-    live_keys = tl.zeros([tiling.BLOCK_Q], tl.float32)
+    live_count = tl.zeros([tiling.BLOCK_Q], tl.float32)
     for IS_PARTIAL in tl.static_range(1, -1, -1):  # partial tiles first; any order would do
         for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, IS_PARTIAL)):
             k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, tiling)  # [BLOCK_K]
@@ -326,7 +328,7 @@ def exact_forward(inputs, algebra, masks, outputs, tiling):
             )
             log_weight, _log_u = log_weights(s, row, inputs, algebra, h)  # [BLOCK_Q, BLOCK_K]
             log_weight = tl.where(visible, log_weight, float("-inf"))
-            live_keys += tl.sum(tl.where(log_weight > float("-inf"), 1.0, 0.0), 1)
+            live_count += tl.sum(tl.where(log_weight > float("-inf"), 1.0, 0.0), 1)
             for c in range(inputs.value_dim):
                 # value [BLOCK_K]: column c
                 pointers = loading.key_pointers(inputs.value, inputs, b, h, k_offsets) + c * inputs.value.stride_d
@@ -344,7 +346,7 @@ def exact_forward(inputs, algebra, masks, outputs, tiling):
                 tile_sum = tl.sum(tl.exp(log_weight + (value - base[:, None])), 1) + nonfinite
                 total = tl.where(this_column, total * rescale[:, None] + tile_sum[:, None], total)
                 running_max = tl.where(this_column, new_max[:, None], running_max)
-    marks = tl.where(live_keys == 1.0, ONE_KEY, 1.0)
+    marks = tl.where(live_count == 1.0, SINGLE_KEY, 1.0)
     loading.store_vector(outputs.saved, b, h, q_offsets, loading.MARK, marks, marked)
     row_heads, log_total = tl.zeros_like(q_offsets) + h, tl.log(total)
     rounded = (running_max + log_total).to(outputs.out.pointer.dtype.element_ty)

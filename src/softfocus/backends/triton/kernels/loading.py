@@ -28,20 +28,21 @@ def sequence_length(inputs, b):
 
 
 @triton.jit
-def load_matrix(array, matrix, row_offsets, columns, length, width):
-    """Load the rows ``row_offsets`` [R] and the columns ``columns`` [C] of a head's matrix [length,
-    width]: [R, C], 0 beyond the matrix. ``matrix`` points to it (``head_pointer``), and ``array``
-    has its strides.
+def load_matrix(array, matrix_pointer, row_offsets, column_offsets, length, width):
+    """Load the rows ``row_offsets`` [R] and the columns ``column_offsets`` [C] of a head's matrix
+    [length, width]: [R, C], 0 beyond the matrix. ``matrix_pointer`` points to it
+    (``head_pointer``), and ``array`` has its strides.
     """
-    offsets = row_offsets[:, None] * array.stride_l + columns[None, :] * array.stride_d
-    return tl.load(matrix + offsets, mask=(row_offsets[:, None] < length) & (columns[None, :] < width), other=0.0)
+    offsets = row_offsets[:, None] * array.stride_l + column_offsets[None, :] * array.stride_d
+    mask = (row_offsets[:, None] < length) & (column_offsets[None, :] < width)
+    return tl.load(matrix_pointer + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
-def store_matrix(array, matrix, row_offsets, columns, length, width, x):
+def store_matrix(array, matrix_pointer, row_offsets, column_offsets, length, width, x):
     """Store x [R, C] in the array's dtype at the elements that ``load_matrix`` loads."""
-    pointers = matrix + row_offsets[:, None] * array.stride_l + columns[None, :] * array.stride_d
-    mask = (row_offsets[:, None] < length) & (columns[None, :] < width)
+    pointers = matrix_pointer + row_offsets[:, None] * array.stride_l + column_offsets[None, :] * array.stride_d
+    mask = (row_offsets[:, None] < length) & (column_offsets[None, :] < width)
     tl.store(pointers, x.to(array.pointer.dtype.element_ty), mask=mask)
 
 
@@ -96,8 +97,8 @@ def reload(pointers, mask):
 def _load_like_queries(array, inputs, b, h, q_offsets, tiling):
     """A tile [BLOCK_Q, BLOCK_D] of an array shaped like the queries."""
     d_offsets = tl.arange(0, tiling.BLOCK_D)
-    matrix = head_pointer(array, b, h)
-    return load_matrix(array, matrix, q_offsets, d_offsets, inputs.query_length, inputs.head_dim)
+    matrix_pointer = head_pointer(array, b, h)
+    return load_matrix(array, matrix_pointer, q_offsets, d_offsets, inputs.query_length, inputs.head_dim)
 
 
 @triton.jit
@@ -134,8 +135,8 @@ def load_query_operands(inputs, b, h, q_offsets, tiling):
 @triton.jit
 def load_like_out(array, inputs, b, h, q_offsets, tiling):
     """A tile [BLOCK_Q, BLOCK_DV] of an array shaped like the output."""
-    columns = tl.arange(0, tiling.BLOCK_DV)
-    return load_matrix(array, head_pointer(array, b, h), q_offsets, columns, inputs.query_length, inputs.value_dim)
+    dv_offsets = tl.arange(0, tiling.BLOCK_DV)
+    return load_matrix(array, head_pointer(array, b, h), q_offsets, dv_offsets, inputs.query_length, inputs.value_dim)
 
 
 @triton.jit
@@ -147,8 +148,8 @@ def key_pointers(array, inputs, b, h, k_offsets):
         pointers = head_pointer(array, b, h // inputs.group) + k_offsets * array.stride_l
     else:
         page_index = k_offsets // inputs.page_size
-        table = head_pointer(inputs.page_table, b, 0) + page_index.to(tl.int64) * inputs.page_table.stride_d
-        page = tl.load(table, mask=k_offsets < sequence_length(inputs, b), other=0)
+        page_pointers = head_pointer(inputs.page_table, b, 0) + page_index.to(tl.int64) * inputs.page_table.stride_d
+        page = tl.load(page_pointers, mask=k_offsets < sequence_length(inputs, b), other=0)
         pointers = (
             head_pointer(array, page, h // inputs.group) + (k_offsets - page_index * inputs.page_size) * array.stride_l
         )
@@ -161,16 +162,15 @@ def load_tile(array, inputs, b, h, k_offsets, width, COLUMNS: tl.constexpr, IS_P
     column. h is a QUERY head (``key_pointers``). Only a partial tile can reach beyond the last key.
     Callers that do not know pass IS_PARTIAL = True.
     """
-    columns = tl.arange(0, COLUMNS)
-    pointers = key_pointers(array, inputs, b, h, k_offsets)[:, None] + columns[None, :] * array.stride_d
+    column_offsets = tl.arange(0, COLUMNS)
+    pointers = key_pointers(array, inputs, b, h, k_offsets)[:, None] + column_offsets[None, :] * array.stride_d
     if IS_PARTIAL:
-        tile = tl.load(
-            pointers, mask=(k_offsets[:, None] < sequence_length(inputs, b)) & (columns[None, :] < width), other=0.0
-        )
+        mask = (k_offsets[:, None] < sequence_length(inputs, b)) & (column_offsets[None, :] < width)
+        tile = tl.load(pointers, mask=mask, other=0.0)
     elif tiling.dims_fill_tile:
         tile = tl.load(pointers)
     else:
-        tile = tl.load(pointers, mask=tl.broadcast_to(columns[None, :] < width, pointers.shape), other=0.0)
+        tile = tl.load(pointers, mask=tl.broadcast_to(column_offsets[None, :] < width, pointers.shape), other=0.0)
     return tile
 
 
@@ -201,11 +201,11 @@ def store_like_out(array, inputs, b, row_heads, q_offsets, mask, x, tiling):
     ``row_heads`` [BLOCK_Q] are the query heads of the rows, and ``mask`` [BLOCK_Q] says which rows
     are stored.
     """
-    columns = tl.arange(0, tiling.BLOCK_DV)
+    dv_offsets = tl.arange(0, tiling.BLOCK_DV)
     pointers = (
         head_pointer(array, b, row_heads)[:, None]
         + q_offsets[:, None] * array.stride_l
-        + columns[None, :] * array.stride_d
+        + dv_offsets[None, :] * array.stride_d
     )
-    mask = mask[:, None] & (columns[None, :] < inputs.value_dim)
+    mask = mask[:, None] & (dv_offsets[None, :] < inputs.value_dim)
     tl.store(pointers, x.to(array.pointer.dtype.element_ty), mask=mask)

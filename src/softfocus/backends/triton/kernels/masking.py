@@ -49,13 +49,13 @@ def visible(masks, inputs, b, h, q_offsets, k_offsets):
         )
         result = result & (key_mask != 0)
     if masks.document_ids is not None:
-        ids = loading.head_pointer(masks.document_ids, b, h)
+        ids_pointer = loading.head_pointer(masks.document_ids, b, h)
         query_documents = tl.load(
-            ids + positions.to(tl.int64) * masks.document_ids.stride_d,
+            ids_pointer + positions.to(tl.int64) * masks.document_ids.stride_d,
             mask=(q_offsets < inputs.query_length) & (positions >= 0),
             other=-1,
         )
-        pointers = ids + k_offsets.to(tl.int64) * masks.document_ids.stride_d
+        pointers = ids_pointer + k_offsets.to(tl.int64) * masks.document_ids.stride_d
         key_documents = tl.load(pointers, mask=k_offsets < length, other=-2)
         result = result & (query_documents == key_documents)
     if masks.mask is not None:
@@ -173,8 +173,8 @@ def tile_index(lists, tile_range, b, h, block, n, IS_PARTIAL: tl.constexpr):
     """The index of the n-th of the tiles that ``tile_count`` counts."""
     if lists is not None:
         indices = lists.partial if IS_PARTIAL else lists.full
-        row = loading.head_pointer(indices, b, h) + block.to(tl.int64) * indices.stride_l
-        return tl.load(row + n * indices.stride_d)
+        row_pointer = loading.head_pointer(indices, b, h) + block.to(tl.int64) * indices.stride_l
+        return tl.load(row_pointer + n * indices.stride_d)
     start, full_start, full_stop, _stop = tile_range
     if IS_PARTIAL:
         before = full_start - start
@@ -193,8 +193,8 @@ def _tile_range_of_documents(inputs, masks, lowest, highest, b, q_offsets, start
     # positions, query_documents [BLOCK_Q]. A call with documents has no cache, so that masks.offset
     # holds for every sequence. It has at least as many keys as queries: no position is negative
     positions = tl.minimum(q_offsets, inputs.query_length - 1) + masks.offset
-    ids = loading.head_pointer(masks.document_ids, b, 0)
-    query_documents = tl.load(ids + positions.to(tl.int64) * masks.document_ids.stride_d)
+    ids_pointer = loading.head_pointer(masks.document_ids, b, 0)
+    query_documents = tl.load(ids_pointer + positions.to(tl.int64) * masks.document_ids.stride_d)
     own_lowest, own_highest = tl.min(query_documents, 0), tl.max(query_documents, 0)
     first, end = stop, start
     for begin in range(start, stop, TILES_AT_ONCE):
@@ -226,7 +226,7 @@ def survey(inputs, masks, lowest, highest, counts, states, tiling):
         start, stop = _tile_range_of_documents(inputs, masks, lowest, highest, b, q_offsets, start, stop)
     count = tl.zeros([tiling.BLOCK_Q], tl.int32)
     # A head may have 2^31 tiles or more
-    state_row = loading.head_pointer(states, b, h) + block.to(tl.int64) * states.stride_l
+    state_row_pointer = loading.head_pointer(states, b, h) + block.to(tl.int64) * states.stride_l
     for n in range(start, stop):
         k_offsets = n * tiling.BLOCK_K + tl.arange(0, tiling.BLOCK_K)  # [BLOCK_K]
         # tile_visible [BLOCK_Q, BLOCK_K]
@@ -235,6 +235,6 @@ def survey(inputs, masks, lowest, highest, counts, states, tiling):
         count += tl.sum(tile_visible, 1)
         total = tl.sum(tl.sum(tile_visible, 1), 0)
         state = tl.where(total == tiling.BLOCK_Q * tiling.BLOCK_K, FULL, tl.where(total > 0, PARTIAL, EMPTY))
-        tl.store(state_row + n * states.stride_d, state.to(tl.int8))
+        tl.store(state_row_pointer + n * states.stride_d, state.to(tl.int8))
     pointers = loading.head_pointer(counts, b, h) + q_offsets * counts.stride_l
     tl.store(pointers, count, mask=q_offsets < inputs.query_length)

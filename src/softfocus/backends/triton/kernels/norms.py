@@ -102,18 +102,20 @@ def reciprocal_norms(
     """
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     row_offsets = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    columns = tl.arange(0, WIDTH)
+    column_offsets = tl.arange(0, WIDTH)
     # x_tile [BLOCK_ROWS, WIDTH], x_rnorm [BLOCK_ROWS]
-    x_tile = loading.load_matrix(x, loading.head_pointer(x, b, h), row_offsets, columns, length, width).to(tl.float32)
+    x_tile = loading.load_matrix(x, loading.head_pointer(x, b, h), row_offsets, column_offsets, length, width).to(
+        tl.float32
+    )
     x_rnorm = reciprocal_norm(x_tile)
     tl.store(loading.head_pointer(rnorm, b, h) + row_offsets * rnorm.stride_l, x_rnorm, mask=row_offsets < length)
     if unit_fp16 is not None:
         x_tile, mantissa = scaled_operand(x_tile, x_rnorm)
         x_tile = x_tile * mantissa[:, None]
         loading.store_matrix(
-            unit_fp16, loading.head_pointer(unit_fp16, b, h), row_offsets, columns, length, width, x_tile
+            unit_fp16, loading.head_pointer(unit_fp16, b, h), row_offsets, column_offsets, length, width, x_tile
         )
         if unit_bf16 is not None:
             loading.store_matrix(
-                unit_bf16, loading.head_pointer(unit_bf16, b, h), row_offsets, columns, length, width, x_tile
+                unit_bf16, loading.head_pointer(unit_bf16, b, h), row_offsets, column_offsets, length, width, x_tile
             )

@@ -382,7 +382,7 @@ def whole_power(u, POWER: tl.constexpr):
     if POWER > 0 and POWER % 3 == 0:
         square = u * u * u
     result = tl.full(u.shape, 1.0, u.dtype)
-    for bit in tl.static_range(6):  # POWER is at most 32 (WHOLE_POWER of this backend)
+    for bit in tl.static_range(6):  # POWER is at most 32 (``variants.WHOLE_POWER``)
         if (n >> bit) & 1:
             result = result * square
         if n >> (bit + 1):

@@ -123,11 +123,11 @@ def row_threshold(algebra, count, f_sum, largest_f):
 
 @triton.jit
 def phi_to_u(f, threshold, inverse_spread, algebra):
-    """u, at least 0. For 16-bit dtypes it is computed in one instruction, which also limits it to
-    1.
+    """u, at least 0, shaped like f: a tile [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q], or [BLOCK_Q].
+    The vectors of the rows, threshold and inverse_spread, broadcast to it.
 
-    That instruction uses the rounded threshold / spread. This extra rounding is smaller than that
-    of the dtype.
+    For 16-bit dtypes u is computed in one instruction, which also limits it to 1. That instruction
+    uses the rounded threshold / spread. This extra rounding is smaller than that of the dtype.
     """
     if algebra.inputs_are_fp32:
         u = tl.maximum((f - threshold) * inverse_spread, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -220,15 +220,15 @@ def gradient_row(saved, inputs, algebra, count, b, h, q_offsets, delta):
             # shift + log2 of the sum: the logsumexp. f is then the weight
             shift = shift - tl.log2(weight_factor)
             weight_factor = tl.full(weight_factor.shape, 1.0, tl.float32)
-        one_key, grad_factor = (count == 1.0) | (f_sum == largest_f), weight_factor
+        single_key, grad_factor = (count == 1.0) | (f_sum == largest_f), weight_factor
         # Where one key has all the weight, dL/ds of that key is 0, and rounding must not change it.
         # The other keys have phi = 0 or far below the largest. Without zeros phi' is then as small,
         # and the whole row gets 0. relu' of such a key is 1, and its dL/ds may be large: only keys
         # above half the largest phi, which is the one key, get 0 (``weights_and_gradients``)
         if algebra.phi.has_zeros:
-            zero_grad_above = tl.where(one_key, 0.5 * largest_f, float("inf"))
+            zero_grad_above = tl.where(single_key, 0.5 * largest_f, float("inf"))
         else:
-            grad_factor = tl.where(one_key, 0.0, weight_factor)
+            grad_factor = tl.where(single_key, 0.0, weight_factor)
     else:
         # f_sum is NaN in a row with an infinite dot product (``nan_if_infinite``), which
         # f_sum - f_sum passes on
@@ -252,7 +252,7 @@ def _reweighted_row_factors(largest_f, f_sum, power_sum, inputs, algebra, count,
     # Other terms, if any, are below the rounding of power_sum. Their gradients, which u^(p - 1)
     # multiplies, are negligible only if p is large
     large_power = (tl.zeros_like(f_sum) + head_power(inputs, algebra, h)) >= LARGE_POWER
-    one_key = (count == 1.0) | ((power_sum == largest_u_power) & (tied == 0) & large_power)
+    single_key = (count == 1.0) | ((power_sum == largest_u_power) & (tied == 0) & large_power)
     reciprocal_f_sum, reciprocal_power_sum = reciprocal_sum(f_sum, algebra), reciprocal_sum(power_sum, algebra)
     largest_f_or_1 = tl.where(largest_f > 0.0, largest_f, 1.0)
     weight_factor = tl.where(tied, reciprocal_f_sum * largest_f_or_1, reciprocal_power_sum)
@@ -264,7 +264,7 @@ def _reweighted_row_factors(largest_f, f_sum, power_sum, inputs, algebra, count,
     # of 16-bit dtypes to 1; weight_factor multiplies by the largest f again
     threshold = tl.where(tied, 0.0, threshold)
     inverse_spread = tl.where(tied, -1.0 / largest_f_or_1, inverse_spread)
-    return threshold, inverse_spread, weight_factor, tl.where(one_key, 0.0, grad_factor)
+    return threshold, inverse_spread, weight_factor, tl.where(single_key, 0.0, grad_factor)
 
 
 @triton.jit
@@ -311,9 +311,9 @@ def weights_and_gradients(s, grad_weights, row, inputs, algebra, h):
 
 @triton.jit
 def rounding_step(rounded, algebra):
-    """The unit in which the rounding error of the output is saved in eight bits: one ulp of the
-    output's dtype, float16 or bfloat16, divided by 127; 0 where the output is not finite, or
-    below 2^-99. ``rounded`` is the output as stored.
+    """The unit in which the rounding error of the output is saved in eight bits, [BLOCK_Q,
+    BLOCK_DV]: one ulp of the output's dtype, float16 or bfloat16, divided by 127; 0 where the
+    output is not finite, or below 2^-99. ``rounded`` [BLOCK_Q, BLOCK_DV] is the output as stored.
 
     The error is saved for delta, which is computed from the output: where one key dominates a row,
     dL/dA - delta is smaller than the output's rounding. 127 is the largest int8, so that an error
@@ -332,8 +332,8 @@ def rounding_step(rounded, algebra):
 
 @triton.jit
 def rounding_steps(x, rounded, algebra):
-    """x - rounded in units of ``rounding_step``; 0 where that is above 127. The caller stores it as
-    int8.
+    """x - rounded [BLOCK_Q, BLOCK_DV] in units of ``rounding_step``; 0 where that is above 127. The
+    caller stores it as int8.
 
     0.5 is added to the absolute value, so that the conversion to int8, which truncates, rounds to
     the nearest integer.
