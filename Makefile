@@ -20,17 +20,17 @@ $(STAMP): pyproject.toml
 	@$(BIN)/softfocus build || echo "Going on without the CPU kernels: attention runs on the slower tiled backend."
 	@touch $@
 
-demo: setup  ## train Softmax, LSSA, LSSAR and two layouts side by side and show who is best at 16 times the length (some 12 minutes)
+demo: setup  ## train Softmax, LSSA, LSSAR and two layouts, evaluate at 16 times the length (some 12 minutes)
 	$(BIN)/softfocus demo
 
-bench: setup  ## time attention on the CPU beside torch's own, with parity checks and peak memory; writes runs/bench-cpu/
+bench: setup  ## time attention on the CPU beside torch's own, with parity checks; writes runs/bench-cpu/
 	$(BIN)/softfocus bench --device cpu
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 test: setup  ## all tests but those marked long or slow (three to six minutes on two cores)
 	$(PYTEST) --dist loadfile -m "not long and not slow and not soak"
 
-test-long: setup  ## the tests that `make test` leaves out because each takes over 1.5 seconds; CI runs them (five to nine minutes)
+test-long: setup  ## the tests of over 1.5 seconds, which `make test` leaves out; CI runs them (five to nine minutes)
 	$(PYTEST) --dist loadfile -m "long and not slow and not soak"
 
 soak: setup  ## trainings killed at 50 random points must end with the same weights (some five minutes)
@@ -39,7 +39,7 @@ soak: setup  ## trainings killed at 50 random points must end with the same weig
 # The compiler runs without the sanitizer that is loaded into Python. Fresh memory is filled with
 # NaN, and none is kept for the next call: what is never written, or no longer there, is noticed.
 SANITIZE := -O2 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -DSOFTFOCUS_POOL_BYTES=0
-sanitize: setup  ## the CPU kernels' tests under the address and undefined-behaviour sanitizers (some 20 minutes; needs GCC)
+sanitize: setup  ## the CPU kernels' tests under ASan and UBSan (some 20 minutes; needs GCC)
 	SOFTFOCUS_KERNEL_CACHE=$(CURDIR)/.sanitized SOFTFOCUS_CXXFLAGS="$(SANITIZE)" CXX="env -u LD_PRELOAD g++" \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0:malloc_fill_byte=255:max_malloc_fill_size=1073741824 UBSAN_OPTIONS=print_stacktrace=1 \
@@ -47,7 +47,7 @@ sanitize: setup  ## the CPU kernels' tests under the address and undefined-behav
 	  tests/core/test_edges.py tests/core/test_visibility.py tests/core/test_validation.py -k "test_cpu or test_repeated or test_fuzz or cpu"
 
 # Memory comes from the driver each time, so that what lies beyond a tensor is not another tensor's.
-sanitize-gpu: setup  ## the Triton kernels' tests under NVIDIA's compute-sanitizer: accesses, races, barriers (needs a GPU and the CUDA toolkit)
+sanitize-gpu: setup  ## the Triton kernels' tests under compute-sanitizer (needs a GPU and the CUDA toolkit)
 	@command -v compute-sanitizer > /dev/null || { echo "compute-sanitizer is not on PATH: it comes with the CUDA toolkit"; exit 1; }
 	for tool in memcheck racecheck synccheck; do \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 SOFTFOCUS_TUNE=off compute-sanitizer --tool $$tool --target-processes all --error-exitcode 1 \
@@ -57,21 +57,21 @@ sanitize-gpu: setup  ## the Triton kernels' tests under NVIDIA's compute-sanitiz
 # Runs from the source tree with the PYTHON that has torch: the machine may be one where nothing can
 # be installed.
 STAGE ?= 1
-gpu:  ## half an hour on a GPU: make gpu STAGE=1 to 4, each under nine minutes; writes runs/gpu/stage1.json (DRY=--dry-run: without one)
+gpu:  ## on a GPU: STAGE=1 to 4, each under nine minutes; writes runs/gpu/ (DRY=--dry-run: without one)
 	$(PYTHON) tests/gpu/stages.py $(STAGE) $(DRY)
 
 # Nothing is timed: an emulator executes what Triton compiled, with errors, races and late copies as
 # the hardware may have them.
-emulated-gpu: setup  ## the Triton kernels' tests as compiled for sm_80 and sm_90, on an emulated GPU (ten minutes at first, then two)
+emulated-gpu: setup  ## the Triton kernels' tests on an emulated sm_80 and sm_90 (ten minutes at first, then two)
 	for arch in 80 90; do \
 	  SOFTFOCUS_EMULATED_ARCH=$$arch OMP_NUM_THREADS=1 PYTHONPATH="tests/emulated/gpu:$$PYTHONPATH" \
 	    $(BIN)/python -m pytest -p plugin -q tests/core/test_triton.py tests/core/test_cache.py || exit 1; \
 	done
 
 # Nobody here has such a machine: the kernels run under an emulator, called from the tests in this
-# machine's Python.
+# machine's Python. On Debian: apt install g++-aarch64-linux-gnu qemu-user-static.
 NEON := .emulated/neon
-neon: setup $(NEON)  ## the CPU kernels' parity tests as 64-bit ARM under qemu (an hour; Debian: apt install g++-aarch64-linux-gnu qemu-user-static)
+neon: setup $(NEON)  ## the CPU kernels' parity tests as 64-bit ARM under qemu (an hour)
 	SOFTFOCUS_EMULATED="qemu-aarch64-static $(NEON)" OMP_NUM_THREADS=1 PYTHONPATH="tests/emulated/arm:$$PYTHONPATH" \
 	$(BIN)/python -m pytest -p plugin -q tests/core/test_cpu.py -k "test_parity or few"
 
@@ -80,7 +80,7 @@ $(NEON): tests/emulated/arm/call.cpp $(wildcard src/softfocus/backends/cpu/csrc/
 	aarch64-linux-gnu-g++ -std=c++17 -O3 -fno-math-errno -fno-trapping-math -fopenmp -static -mcpu=cortex-a76 \
 	  tests/emulated/arm/call.cpp src/softfocus/backends/cpu/csrc/*.cpp -o $@
 
-docs: setup  ## what the documentation says is held against code and committed results
+docs: setup  ## the tests of the documentation: pages against code and committed results
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/documents tests/test_examples.py tests/hf/test_docs.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow or not slow" tests/core/test_contract.py -k guide
 

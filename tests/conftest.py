@@ -54,12 +54,10 @@ def pytest_collection_modifyitems(items):
 
 def pytest_addoption(parser):
     group = parser.getgroup("softfocus")
-    group.addoption(
-        "--fuzz-cases", type=int, default=200, help="how many random problems tests/core/test_fuzz.py draws"
-    )
+    group.addoption("--fuzz-cases", type=int, default=200, help="how many random cases tests/core/test_fuzz.py draws")
     group.addoption("--fuzz-first", type=int, default=0, help="the seed of the first of them")
-    group.addoption("--fuzz-backend", default="cpu", help="the backend that it holds against the reference")
-    group.addoption("--fuzz-only", type=int, help="the seed of the only problem to draw: what a failure names")
+    group.addoption("--fuzz-backend", default="cpu", help="the backend that it compares with the reference")
+    group.addoption("--fuzz-only", type=int, help="the seed of the only case to draw: what a failure names")
 
 
 def pytest_configure(config):

@@ -250,6 +250,22 @@ class Supported:
         return next((f"{name} is not supported" for name in self._without if name in there), None)
 
 
+def supported_by_formulas(phi: tuple[str, ...]) -> Supported:
+    """The declaration of the backends that are written in torch: all values of the algebra, every
+    dtype and device, and all features but "cache".
+
+    The values are listed, not taken from ``CHOICES``: both backends refuse a new one until it is
+    added here.
+    """
+    return Supported(
+        similarity=("dot", "cosine"), length_scale=("1", "log(N)", "log512(N)"), score_bias=("0", "-log(N)", "-log(L)"),
+        phi=phi, normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
+        post=("none", "negate", "recentre", "recentre+l1"), reweighting=True, laser=True,
+        dtypes=FLOATING, devices=("any",),
+        features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
+    )  # fmt: skip
+
+
 Runner = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function that computes ``out`` from query, key and value. It belongs to one layout of calls."""
 

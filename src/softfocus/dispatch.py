@@ -42,9 +42,13 @@ def module_for(chosen: str, requested: str) -> str:
     return "checked" if chosen == "triton" and requested == "auto" and not _trusted() else chosen
 
 
-def supports(name: str, call: Call, to_run: bool = False) -> str | None:
-    """None if a backend supports a call, else the reason why it does not. The truth value is thus
-    the opposite of the name's.
+def supports(name: str, call: Call, to_run: bool = False) -> bool:
+    """Whether a backend supports a call; see :func:`why_unsupported`."""
+    return why_unsupported(name, call, to_run) is None
+
+
+def why_unsupported(name: str, call: Call, to_run: bool = False) -> str | None:
+    """The reason why a backend does not support a call; None if it supports it.
 
     It compiles nothing and touches no disk, unless the call is about to run.
     """
@@ -88,12 +92,12 @@ def choose(call: Call, backend: str, to_run: bool = True) -> str:
         # For every backend, so that a misspelt switch is an error on every machine
         never = [name for name in BACKENDS if _why_not_auto(name)]
         for name in BACKENDS:
-            if name not in never and not supports(name, call, to_run) and not _refusal(name, call):
+            if name not in never and supports(name, call, to_run) and not _refusal(name, call):
                 return name
-        raise ValueError(f"no backend supports this call; of 'tiled': {supports('tiled', call)}")
+        raise ValueError(f"no backend supports this call; of 'tiled': {why_unsupported('tiled', call)}")
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, expected 'auto' or one of {', '.join(map(repr, BACKENDS))}")
-    if why := supports(backend, call, to_run):
+    if why := why_unsupported(backend, call, to_run):
         raise ValueError(f"backend: {backend!r} was asked for and does not support this call: {why}")
     return backend
 
@@ -109,7 +113,7 @@ def account(call: Call, backend: str) -> Explanation:
             reasons[name] = "asked for by name" if backend != "auto" else BACKENDS[name].ABOUT
             if module_for(chosen, backend) == "checked":
                 reasons[name] += f"; {checked.agreement(call)}"
-        elif why := supports(name, call):
+        elif why := why_unsupported(name, call):
             reasons[name] = why
         elif backend != "auto":
             reasons[name] = f"{chosen!r} was asked for by name"

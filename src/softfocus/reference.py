@@ -13,17 +13,11 @@ import torch
 from torch import Tensor
 
 from softfocus import dropout
-from softfocus.contract import FLOATING, Call, RowStatistics, Supported, compute_dtype
+from softfocus.contract import Call, RowStatistics, compute_dtype, supported_by_formulas
 from softfocus.mechanism import MAX_UNTHRESHOLDED_COUNT, TIE_EPS, Mechanism
 from softfocus.pointwise import POINTWISE
 
-SUPPORTED = Supported(
-    similarity=("dot", "cosine"), length_scale=("1", "log(N)", "log512(N)"), score_bias=("0", "-log(N)", "-log(L)"),
-    phi=tuple(POINTWISE), normaliser=("l1", "none", "1/N", "1/L", "1/sqrt(N/2)"),
-    post=("none", "negate", "recentre", "recentre+l1"), reweighting=True, laser=True,
-    dtypes=FLOATING, devices=("any",),
-    features=("bias", "head_scale", "power", "mask", "key_mask", "document_ids", "dropout"),
-)  # fmt: skip
+SUPPORTED = supported_by_formulas(phi=tuple(POINTWISE))
 ABOUT = "the dense formula: memory O(L^2), differentiable twice"
 refuses = runner = backward = saved_vector_count = None  # torch differentiates the formula
 

@@ -52,14 +52,14 @@ def triton_interpreted_faster():
     except ImportError:
         yield
         return
-    patch, rooms = interpreter._patch_lang, {}
+    patch, languages_of = interpreter._patch_lang, {}
 
     def patch_once(fn):
-        of_fn = rooms.get(fn.__module__)
-        if of_fn is None:
-            of_fn = [one for one in (language, language.core) if any(x is one for x in fn.__globals__.values())]
-            rooms[fn.__module__] = of_fn
-        unpatched = any(language.core.is_builtin(one.load) for one in of_fn)
+        languages = languages_of.get(fn.__module__)
+        if languages is None:
+            languages = [one for one in (language, language.core) if any(x is one for x in fn.__globals__.values())]
+            languages_of[fn.__module__] = languages
+        unpatched = any(language.core.is_builtin(one.load) for one in languages)
         return patch(fn) if unpatched else interpreter._LangPatchScope()
 
     with pytest.MonkeyPatch.context() as patches:
@@ -87,5 +87,5 @@ def threads():
 
 @pytest.fixture(scope="session")
 def holds():
-    """``check`` with a yardstick over several draws, for problems of a few ill-conditioned rows."""
+    """``check`` with tolerances over several draws, for cases of a few ill-conditioned rows."""
     return partial(check, draws=8)

@@ -92,9 +92,9 @@ def names(folder):
 def test_the_first_use_compiles_and_the_next_process_does_not(sources, capfd):
     assert build.state() is None
     assert build.why_unavailable() is None
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert re.fullmatch(r"softfocus: compiling the CPU kernels .*\nsoftfocus: \.\.\. done in \d+ s\n", said.err)
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(r"softfocus: compiling the CPU kernels .*\nsoftfocus: \.\.\. done in \d+ s\n", captured.err)
     assert total(build.library()) == 10
     assert build.library() is build.library()
     planned = plan.plan()
@@ -185,11 +185,11 @@ def test_two_processes_at_once_compile_once(sources, tmp_path):
                 assert line, process.stderr.read()
                 waiting = process if "waiting for another process" in line else waiting
         gate.touch()
-        said = [process.communicate(timeout=60) for process in both]
+        outputs = [process.communicate(timeout=60) for process in both]
     finally:
         watchdog.cancel()
         gate.touch()
-    assert [out for out, _ in said] == ["10\n", "10\n"], said
+    assert [out for out, _ in outputs] == ["10\n", "10\n"], outputs
     assert [process.returncode for process in both] == [0, 0]
     assert (tmp_path / "gate.runs").read_text().count("x") == 2  # one compile, one link
 
@@ -290,13 +290,13 @@ def test_a_library_cut_short_is_compiled_again(size, capfd):
 def test_a_library_that_does_not_load_is_compiled_again_once(monkeypatch, capfd):
     build.build()
 
-    def broken(path):
+    def fail_to_load(path):
         raise OSError(f"{path}: wrong ELF class")
 
-    monkeypatch.setattr(build, "load", broken)
+    monkeypatch.setattr(build, "load", fail_to_load)
     assert total(build.library()) == 10
     assert capfd.readouterr().err.count("compiling") == 2
-    monkeypatch.setattr(compile, "load", broken)
+    monkeypatch.setattr(compile, "load", fail_to_load)
     build._outcome = None
     with pytest.raises(
         build.Unavailable, match=r"^the compiled CPU kernels do not load: wrong ELF class; name another"
@@ -394,10 +394,11 @@ def test_a_folder_that_others_decide_about_is_not_loaded_from(which, change, cap
     with pytest.raises(build.Unavailable, match=f"{re.escape(str(folder))} {why}; remove it, or let"):
         build.build()
     assert total(build.library()) == 10
-    said = capfd.readouterr().err
-    assert said.count("compiling") == 2
+    stderr = capfd.readouterr().err
+    assert stderr.count("compiling") == 2
     assert (
-        "compiled for this process alone; remove it, or let SOFTFOCUS_KERNEL_CACHE name a folder that is yours" in said
+        "compiled for this process alone; remove it, or let SOFTFOCUS_KERNEL_CACHE name a folder that is yours"
+        in stderr
     )
     assert build.state().library.parent.parent != made.parent.parent
 
@@ -563,9 +564,9 @@ def test_a_cache_that_cannot_be_written(sources, monkeypatch, tmp_path, capfd):
         patch.setattr("tempfile.tempdir", str(temporary))
         assert build.why_unavailable() is None
     assert total(build.library()) == 10
-    said = capfd.readouterr().err
-    assert f"cannot write to {tmp_path / 'file' / 'kernels'}" in said
-    assert "for this process alone; let SOFTFOCUS_KERNEL_CACHE name a folder" in said
+    stderr = capfd.readouterr().err
+    assert f"cannot write to {tmp_path / 'file' / 'kernels'}" in stderr
+    assert "for this process alone; let SOFTFOCUS_KERNEL_CACHE name a folder" in stderr
     assert names(temporary) == []
     with pytest.raises(build.Unavailable, match=r"cannot write to .*; let SOFTFOCUS_KERNEL_CACHE name"):
         build.build()
@@ -656,5 +657,5 @@ def test_a_terminal_sees_the_seconds(sources, monkeypatch, capsys):
     clock = iter(range(0, 1000, 2))
     monkeypatch.setattr(compile.time, "monotonic", lambda: next(clock))
     build.build()
-    said = capsys.readouterr().err
-    assert re.search(r"\.\.\.\rsoftfocus: compiling .* \.\.\. \d+ s\r.* done in \d+ s\n$", said), said
+    stderr = capsys.readouterr().err
+    assert re.search(r"\.\.\.\rsoftfocus: compiling .* \.\.\. \d+ s\r.* done in \d+ s\n$", stderr), stderr

@@ -47,10 +47,10 @@ def in_pages(key, value, size=PAGE):
     )
     pages = []
     for x in (key, value):
-        room = x.new_full((batch * each + 3, x.size(1), size, x.size(3)), math.nan)
+        pool = x.new_full((batch * each + 3, x.size(1), size, x.size(3)), math.nan)
         full = torch.nn.functional.pad(x, (0, 0, 0, each * size - most), value=math.nan)
-        room[table.flatten()] = full.unflatten(2, (each, size)).transpose(1, 2).flatten(0, 1)
-        pages.append(room)
+        pool[table.flatten()] = full.unflatten(2, (each, size)).transpose(1, 2).flatten(0, 1)
+        pages.append(pool)
     for b in range(batch):
         used = -(-int((~key[b, 0, :, 0].isnan()).sum()) // size)
         table[b, used:] = -1
@@ -71,8 +71,8 @@ def single(query, key, value, lengths, mechanism, dtype, window=-1, **learned):
 
 
 def hold(got, query, key, value, lengths, mechanism, **given):
-    """Twice the dense formula's own error in the same dtype, and the rounding band, as
-    ``softfocus.testing.check``.
+    """The tolerance is that of ``softfocus.testing.check``: twice the error of the dense formula in
+    the same dtype, plus four units in the last place.
     """
     expected = single(query, key, value, lengths, mechanism, torch.float64, **given)
     eager = single(query, key, value, lengths, mechanism, query.dtype, **given)
@@ -111,8 +111,8 @@ def test_a_growing_cache_gives_what_the_whole_sequence_gives():
     pages = [torch.full((10, 4, size, 16), math.nan) for _ in range(2)]
     table = torch.tensor([[9, 1, 3, 5, 7], [0, 2, 4, 6, 8]])
     for n in range(length):
-        for room, x in zip(pages, (key, value), strict=True):
-            room[table[:, n // size], :, n % size] = x[:, :, n]
+        for pool, x in zip(pages, (key, value), strict=True):
+            pool[table[:, n // size], :, n % size] = x[:, :, n]
         step = attention_with_cache(query[:, :, n : n + 1], *pages, torch.full((2,), n + 1), table)
         torch.testing.assert_close(step, whole[:, :, n : n + 1], rtol=1e-4, atol=1e-5)
 
@@ -123,7 +123,7 @@ def test_dtypes_and_strides(dtype):
     strided = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
     got = attention_with_cache(query, *strided, lengths, enable_gqa=True)
     assert got.dtype == dtype
-    if dtype == torch.float64:  # which has no formula more exact than itself to be held against
+    if dtype == torch.float64:  # there is no formula more exact than itself to compare it with
         torch.testing.assert_close(got, single(query, key, value, lengths, "lssar", dtype), rtol=1e-12, atol=1e-12)
     else:
         hold(got, query, key, value, lengths, "lssar")
@@ -139,7 +139,7 @@ def test_nothing_at_all():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"lengths": torch.tensor([91, 5, 0, 33])}, r"lengths\[0\]: got 91, expected 0 to 90"),
         ({"lengths": torch.tensor([-1, 5, 0, 33])}, r"lengths\[0\]: got -1, expected 0 to 90"),
@@ -161,12 +161,12 @@ def test_nothing_at_all():
         ({"backend": "flash"}, "backend: got 'flash'"),
     ],
 )
-def test_errors_name_the_argument(change, said):
+def test_errors_name_the_argument(change, message):
     query, key, value, lengths = problem()
     if "key_cache" in change:
         value = torch.zeros(*change["key_cache"].shape[:3], 8)
     arguments = {"query": query, "key_cache": key, "value_cache": value, "lengths": lengths, "enable_gqa": True}
-    with pytest.raises((ValueError, TypeError), match=said):
+    with pytest.raises((ValueError, TypeError), match=message):
         attention_with_cache(**(arguments | change))
 
 

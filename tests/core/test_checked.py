@@ -1,4 +1,4 @@
-"""Calls that "auto" gives to the Triton kernels: the first of each kind is held against the tiled
+"""Calls that "auto" gives to the Triton kernels: the first of each kind is compared with the tiled
 backend.
 
 On a GPU where there is one, elsewhere under Triton's interpreter.
@@ -19,7 +19,7 @@ from softfocus.functional import validated_call
 from softfocus.testing import CASES
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from softfocus.backends.triton import inputs
+from softfocus.backends.triton import inputs, variants
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -59,7 +59,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(
         checked,
         "triton",
-        SimpleNamespace(**kernels, **{n: getattr(triton, n) for n in ("runner", "compiled_as", "variant")}),
+        SimpleNamespace(**kernels, runner=triton.runner),
     )
     return spy
 
@@ -84,9 +84,9 @@ def equal(some, others):
     return all(torch.equal(x, y) for x, y in zip(some, others, strict=True))
 
 
-def ours(said):
+def ours(warned):
     """The warnings that are not the interpreter's (of Triton 3.6, where numpy is newer)."""
-    return [one for one in said if str(one.message).startswith("softfocus")]
+    return [one for one in warned if str(one.message).startswith("softfocus")]
 
 
 def largest_off(result):
@@ -159,9 +159,9 @@ def test_a_wrong_kernel_gives_way_to_the_tiled_backend(calls, direction, dtype):
     leaves = tensors(dtype)
     right = results("tiled", leaves)
     calls.spoil[direction] = largest_off if direction == "forward" else keys_off
-    with pytest.warns(RuntimeWarning, match="not taken for .* off by") as said:
+    with pytest.warns(RuntimeWarning, match="not taken for .* off by") as warned:
         found = results("auto", leaves)
-    assert len(ours(said)) == 1
+    assert len(ours(warned)) == 1
     assert equal(found[1:], right[1:])
     assert equal(found[:1], right[:1] if direction == "forward" else results("triton", leaves)[:1])
     explanation = explain(*leaves, **CALL)
@@ -237,8 +237,8 @@ def test_calls_of_one_kind_run_the_same_kernels():
         query = torch.ones(1, 1, length, 8, dtype=dtype, device=DEVICE)
         call = validated_call(query, query, query, mechanism=name, scale=scale)
         launched = (
-            inputs.algebra_of(call.mechanism, False, triton.bounded(call), dtype),
-            triton.takes_unit_vectors(call),
+            inputs.algebra_of(call.mechanism, False, variants.bounded(call), dtype),
+            variants.takes_unit_vectors(call),
         )
         kinds.setdefault(checked._kind(call), set()).add(repr(launched))
     assert all(len(kernels) == 1 for kernels in kinds.values())
@@ -256,9 +256,9 @@ def test_what_is_seen_is_said():
     assert "forward and backward seen to agree" in explain(*leaves, **CALL).reasons["triton"]
 
 
-@pytest.mark.parametrize("said", ["trusted", "Trusted"])
-def test_trusted_kernels_are_not_looked_into(calls, monkeypatch, said):
-    monkeypatch.setenv("SOFTFOCUS_TRITON", said)
+@pytest.mark.parametrize("setting", ["trusted", "Trusted"])
+def test_trusted_kernels_are_not_looked_into(calls, monkeypatch, setting):
+    monkeypatch.setenv("SOFTFOCUS_TRITON", setting)
     leaves = tensors()
     assert "tiled" not in explain(*leaves, **CALL).reasons["triton"]
     assert equal(results("auto", leaves), results("triton", leaves))
@@ -306,9 +306,9 @@ def test_caches(calls):
     assert set(checked._verdicts.values()) == {None}
     assert len(checked._verdicts) == 2
     calls.spoil["forward"] = lambda result: (result[0] * 1.1, result[1])
-    with pytest.warns(RuntimeWarning, match="not taken") as said:
+    with pytest.warns(RuntimeWarning, match="not taken") as warned:
         found = cached(mechanism="softmax")
-    assert len(ours(said)) == 2
+    assert len(ours(warned)) == 2
     assert equal(found, cached(mechanism="softmax", backend="tiled"))
 
 

@@ -348,13 +348,13 @@ def test_a_second_derivative_is_refused_not_wrong(backend):
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("room", ["", "backends", "backends/cpu", "backends/triton"])
-def test_no_comprehension_assigns(room):
+@pytest.mark.parametrize("folder", ["", "backends", "backends/cpu", "backends/triton"])
+def test_no_comprehension_assigns(folder):
     """torch 2.11 traces none whose ``:=`` sets a variable of the function around it ("Read
     uninitialized cell"). Which torch runs the tests is one of three, so this looks at the text.
     """
     comprehensions = ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp
-    for path in (Path(softfocus.__file__).parent / room).glob("*.py"):
+    for path in (Path(softfocus.__file__).parent / folder).glob("*.py"):
         if path.name == "plan.py":  # of the compiler: no call comes through
             continue
         for node in ast.walk(ast.parse(path.read_text())):

@@ -143,6 +143,22 @@ def test_the_cpu_backend_numbers_what_it_declares():
     assert set(cpu_call._ENUM_VALUES) == set(DECLARED)
 
 
+@pytest.mark.skipif(not triton.TRITON_FOUND, reason="Triton is not installed")
+def test_the_tables_of_the_triton_backend_have_what_it_declares():
+    from softfocus.backends.triton import inputs
+    from softfocus.backends.triton.kernels import pointwise
+
+    assert tuple(pointwise.PHI) == triton.SUPPORTED.phi
+    assert tuple(inputs.COSINE) == triton.SUPPORTED.similarity
+    assert tuple(inputs.COSINE.values()) == tuple(name == "cosine" for name in triton.SUPPORTED.similarity)
+    assert set(inputs.TERMS) == set(triton.SUPPORTED.dtypes)
+    # Each number of terms has a polynomial, and each polynomial is used
+    branches = re.findall(r"if TERMS == (\w+):", Path(pointwise.__file__).read_text())
+    numbers = {pointwise.MAX_TERMS.value if name == "MAX_TERMS" else int(name) for name in branches}
+    assert set(inputs.TERMS.values()) == numbers
+    assert inputs.TERMS[torch.float32] == max(numbers) == pointwise.MAX_TERMS.value
+
+
 # What is not declared is refused
 
 BRANCHES = ("length_scale", "score_bias", "normaliser")  # Triton kernels branch on these
@@ -241,7 +257,7 @@ for changes, name in (
     assert unpacked.gain is call.gain
     assert optional_arguments(pack(call)) == {name}, optional_arguments(pack(call))
     for backend in dispatch.BACKENDS:
-        assert dispatch.supports(backend, call) == f"{name} is not supported", backend
+        assert dispatch.why_unsupported(backend, call) == f"{name} is not supported", backend
 
 assert GRADIENTS[-1] == "gain" and LEAVES["gain"] == "Tensor?"
 forward, backward = tiled.forward, tiled.backward
@@ -261,7 +277,7 @@ tiled.SUPPORTED = replace(tiled.SUPPORTED, features=(*tiled.SUPPORTED.features, 
 tiled.forward, tiled.backward = forward_with_gain, backward_with_gain
 leaf = x.clone().requires_grad_()
 call = Call(leaf, x, x, Visibility(4, 4), Mechanism(), 1.0, gain=gain)
-assert dispatch.supports("tiled", call) is None
+assert dispatch.why_unsupported("tiled", call) is None
 out, _ = ops.run(call, "tiled")
 plain = forward(call._replace(gain=None))[0]
 assert torch.equal(out, plain * torch.tensor([2.0, 3.0])[:, None, None])
@@ -361,7 +377,7 @@ def test_a_question_compiles_nothing_and_touches_no_disk(monkeypatch):
     monkeypatch.setattr(build, "_obtain", no_compiler)
     query = torch.randn(1, 1, 5, 7)  # as no other test has: nothing is ready for it
     assert explain(query, query, query).backend == "cpu"
-    assert dispatch.supports("cpu", validated_call(query, query, query)) is None
+    assert dispatch.why_unsupported("cpu", validated_call(query, query, query)) is None
     assert not asked
     with pytest.warns(RuntimeWarning, match="takes the slower tiled backend: there is no compiler"):
         out = attention(query, query, query)
@@ -447,8 +463,8 @@ print(explain(query, query, query, mechanism="relu3_l1").backend)
 
 
 def follow(tmp_path, *backends):
-    """Do what docs/adding-a-phi.md says to a copy of the sources, and hold some backends against
-    the reference there.
+    """Do what docs/adding-a-phi.md says to a copy of the sources, and compare some backends
+    with the reference there.
     """
     (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "adding-a-phi.md").read_text(), re.DOTALL)
     touched = set(re.findall(r"^\+\+\+ b/src/softfocus/(\S+)", diff, re.MULTILINE))

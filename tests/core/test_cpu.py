@@ -167,8 +167,8 @@ def test_asked_for_by_name_it_does_not_fall_back(mechanism):
 # Borders: rows come in blocks of 64 and groups of 4, keys in chunks of 128, in panels, and in
 # vectors
 
-# Few rows come many times over: the eager formula's worst error is a yardstick where it is the
-# worst of many
+# Cases of few rows have a larger batch: the eager formula's largest error is a measure only if it
+# is the largest of many
 
 LENGTHS = [
     Case(f"{n} of {n}", batch=max(1, 64 // n), query_length=n, key_length=n, head_dim=8, value_dim=8)

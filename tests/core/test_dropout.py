@@ -1,8 +1,8 @@
 """Dropout: one mask for every backend, from the seed and a weight's place; its statistics; results
 and gradients.
 
-The mask is read through V = identity, which makes the output the weights, and held against Philox
-in plain Python.
+The mask is read through V = identity, which makes the output the weights, and compared with
+Philox in plain Python.
 """
 
 import math

@@ -3,9 +3,9 @@ numbers, dropout.
 
 Tolerances. float64: 1e-12 of the largest expected number, as in test_reference.py. float32 is never
 compared with a fixed number: an error against float64 may be at most twice the error of a plain
-float32 computation of the same thing (the eager formula written here, or the unpadded run), plus a
-rounding band of four units in the last place of the largest number, for results that the plain
-computation happens to hit exactly. What must be *equal* is compared bit by bit.
+float32 computation of the same thing (the eager formula written here, or the unpadded run), plus
+four units in the last place of the largest number, for results that the plain computation happens
+to hit exactly. What must be *equal* is compared bit by bit.
 
 Over 400 lines: every edge runs on all backends through the same parametrisation.
 """
@@ -151,14 +151,14 @@ def test_rows_that_see_nothing_are_zero_and_pass_nothing(backend, dtype, name):
     mask = torch.rand(2, 1, 7, 7, generator=torch.Generator().manual_seed(4)) < 0.7
     mask[..., 0] = True
     mask[0, 0, 2] = mask[1, 0, 6] = False
-    blind = ~mask.any(-1).expand(2, 2, 7)
+    fully_masked = ~mask.any(-1).expand(2, 2, 7)
     clean = run(inputs, grad, attn_mask=mask, mechanism=name, backend=backend)
-    assert (clean[0][blind] == 0).all()
-    assert (clean[1][blind] == 0).all()
-    assert (clean[0][~blind] != 0).any()
+    assert (clean[0][fully_masked] == 0).all()
+    assert (clean[1][fully_masked] == 0).all()
+    assert (clean[0][~fully_masked] != 0).any()
 
-    bad_query = inputs[0].masked_fill(blind[..., None], math.nan)
-    bad_grad = grad.masked_fill(blind[..., None], math.nan)
+    bad_query = inputs[0].masked_fill(fully_masked[..., None], math.nan)
+    bad_grad = grad.masked_fill(fully_masked[..., None], math.nan)
     for query, above in ((bad_query, grad), (inputs[0], bad_grad), (bad_query, bad_grad)):
         got = run([query, *inputs[1:]], above, attn_mask=mask, mechanism=name, backend=backend)
         for what, g, c in zip(("out", "query", "key", "value"), got, clean, strict=True):
@@ -496,9 +496,9 @@ def test_a_head_scale_that_is_any_nan_makes_nan(backend, bits, name):
 @pytest.mark.parametrize("backend", [*BACKENDS, *SINGLE])
 def test_the_gradient_of_a_power_is_nan_where_a_row_is(backend):
     query, power = torch.randn(1, 2, 12, 16), torch.full((2,), 3.0, requires_grad=True)
-    broken = query.clone()
-    broken[0, 0, 4, 0] = math.nan
-    out = attention(broken, query, query, mechanism="lssar", power=power, backend=backend)
+    nonfinite = query.clone()
+    nonfinite[0, 0, 4, 0] = math.nan
+    out = attention(nonfinite, query, query, mechanism="lssar", power=power, backend=backend)
     (grad,) = torch.autograd.grad(out.sum(), power)
     assert grad[0].isnan()
     assert grad[1].isfinite()

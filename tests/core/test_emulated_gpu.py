@@ -41,12 +41,12 @@ def on_the_emulator(*arguments, **environment):
 @pytest.mark.parametrize(("arch", "backwards"), [pytest.param(80, "", marks=pytest.mark.slow), (90, "1")])
 def test_parity_of_what_is_compiled(arch, backwards):
     tests = [f"{HERE / 'test_triton.py'}::{name}" for name in SOME]
-    said = on_the_emulator(
+    output = on_the_emulator(
         "-m", "pytest", "-p", "plugin", "-q", *tests,
         SOFTFOCUS_EMULATED_ARCH=str(arch), SOFTFOCUS_EMULATED_BACKWARDS=backwards,
     )  # fmt: skip
-    assert f"{len(SOME)} passed" in said
-    assert f"launches on an emulated sm_{arch}" in said
+    assert f"{len(SOME)} passed" in output
+    assert f"launches on an emulated sm_{arch}" in output
 
 
 ORDERS = """
@@ -133,10 +133,10 @@ def emulator():
 
 @pytest.mark.parametrize(("instructions", "wrong"), FAULTS, ids=lambda x: str(x)[:40])
 def test_faults_are_refused(emulator, instructions, wrong):
-    kernel, said, memory = ctypes.c_void_p(), ctypes.create_string_buffer(4096), torch.zeros(64, dtype=torch.int32)
+    kernel, error, memory = ctypes.c_void_p(), ctypes.create_string_buffer(4096), torch.zeros(64, dtype=torch.int32)
     text = PROGRAM.replace("FAULT", instructions.replace("; ", ";\n")).encode()
     parameters, count, address = (ctypes.c_int * 8)(), ctypes.c_int(), memory.data_ptr()
-    failed = emulator.load(text, ctypes.byref(kernel), parameters, 4, ctypes.byref(count), said, len(said))
+    failed = emulator.load(text, ctypes.byref(kernel), parameters, 4, ctypes.byref(count), error, len(error))
     if not failed:
         regions = (ctypes.c_uint64 * 2)(address, address + 256)
         failed = emulator.launch(
@@ -148,7 +148,7 @@ def test_faults_are_refused(emulator, instructions, wrong):
             1024,
             2,
             0,
-            said,
-            len(said),
+            error,
+            len(error),
         )
-    assert (said.value.decode() if failed else None) == wrong or wrong in said.value.decode()
+    assert (error.value.decode() if failed else None) == wrong or wrong in error.value.decode()

@@ -1,8 +1,8 @@
-"""The CPU kernels on random problems: shapes, masks, dropout, strides, dtypes, mechanisms,
+"""The CPU kernels on random cases: shapes, masks, dropout, strides, dtypes, mechanisms,
 magnitudes and threads, from a seed.
 
 ``--fuzz-cases 100000`` draws more than CI does, ``--fuzz-first`` begins elsewhere, ``--fuzz-only
-SEED`` repeats one problem, ``--fuzz-backend tiled`` holds another backend to the same.
+SEED`` repeats one case, ``--fuzz-backend tiled`` tests another backend on the same.
 """
 
 import math
@@ -21,7 +21,7 @@ from softfocus.testing import Case, check
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 
-TOGETHER = 25  # problems of one test
+CASES_PER_TEST = 25
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMED = tuple(e.mechanism for e in mechanisms().values() if e.mechanism.phi in FUSED and e.mechanism.post == "none")
 BIASES = ("", "", "", "bhqk", "1h1k", "b1q1", "11qk", "bh1k", "1111", "b11k", "1hq1")
@@ -31,14 +31,14 @@ def pytest_generate_tests(metafunc):
     option = metafunc.config.getoption
     only, first = option("--fuzz-only"), option("--fuzz-first")
     seeds = range(first, first + option("--fuzz-cases")) if only is None else range(only, only + 1)
-    parts = [seeds[n : n + TOGETHER] for n in range(0, len(seeds), TOGETHER)]
+    parts = [seeds[n : n + CASES_PER_TEST] for n in range(0, len(seeds), CASES_PER_TEST)]
     if "seeds" in metafunc.fixturenames:
         metafunc.parametrize("seeds", parts, ids=[f"{part[0]}-{part[-1]}" for part in parts])
 
 
 @dataclass(frozen=True)
-class Drawn(Case):
-    """A case with odd numbers in it.
+class RandomCase(Case):
+    """A case that may have special numbers in it.
 
     Attributes:
         query_size, key_size: factors of all queries and keys.
@@ -96,8 +96,10 @@ class Drawn(Case):
 
 
 @dataclass(frozen=True)
-class Problem:
-    case: Drawn
+class FuzzCase:
+    """A random case with all that it runs with."""
+
+    case: RandomCase
     mechanism: Mechanism
     dtype: torch.dtype
     layout: str
@@ -105,7 +107,7 @@ class Problem:
 
 
 def draw(seed):
-    """The problem of a seed."""
+    """The case of a seed."""
     chance = random.Random(seed)
     pick = chance.choice
 
@@ -166,11 +168,11 @@ def draw(seed):
         sizes = [size**0.5 if maybe(0.8) else size, size**0.5]
         if mechanism.scale == "1":
             sizes[0] /= head_dim**0.5
-    case = Drawn(
+    case = RandomCase(
         f"seed {seed}", batch, key_heads * group, key_heads, query_length, key_length, head_dim, value_dim,
         query_size=sizes[0], key_size=sizes[1], **given,
     )  # fmt: skip
-    return Problem(case, mechanism, dtype, pick(["", "", "", "mT", "gaps"]), pick([1, 1, 2, 3]))
+    return FuzzCase(case, mechanism, dtype, pick(["", "", "", "mT", "gaps"]), pick([1, 1, 2, 3]))
 
 
 def draw_mechanism(chance):
@@ -199,14 +201,14 @@ def _lay(layout, x):
     return x
 
 
-def test_random_problems(request, holds, threads, seeds):
+def test_random_cases(request, holds, threads, seeds):
     backend = request.config.getoption("--fuzz-backend")
     failures = []
     for seed in seeds:
-        problem = draw(seed)
-        threads(problem.threads)
+        fuzz_case = draw(seed)
+        threads(fuzz_case.threads)
         try:
-            holds(partial(relaid, problem.layout, backend), problem.case, problem.mechanism, problem.dtype)
+            holds(partial(relaid, fuzz_case.layout, backend), fuzz_case.case, fuzz_case.mechanism, fuzz_case.dtype)
         except Exception as error:
             failures.append(f"pytest tests/core/test_fuzz.py --fuzz-only {seed}  # {type(error).__name__}: {error}")
     assert not failures, "\n".join(["", *failures])
@@ -215,7 +217,7 @@ def test_random_problems(request, holds, threads, seeds):
 @pytest.mark.long
 @pytest.mark.parametrize("wrong", ["all", "one row", "NaN"])
 def test_a_wrong_kernel_would_be_noticed(wrong):
-    """In nearly every problem: in some, no weight is above 0."""
+    """In nearly every case: in some, no weight is above 0."""
 
     def kernel(**arguments):
         out = attention(**arguments, backend="cpu")
@@ -227,9 +229,9 @@ def test_a_wrong_kernel_would_be_noticed(wrong):
 
     noticed = 0
     for seed in range(5):
-        problem = draw(seed)
+        fuzz_case = draw(seed)
         try:
-            check(kernel, replace(problem.case, name="wrong"), problem.mechanism, problem.dtype)
+            check(kernel, replace(fuzz_case.case, name="wrong"), fuzz_case.mechanism, fuzz_case.dtype)
         except AssertionError:
             noticed += 1
     assert noticed >= 3, noticed
@@ -243,9 +245,9 @@ def test_a_wrong_kernel_would_be_noticed(wrong):
         331482,  # dL/dq is 1e-11 of the values, all from weights that are left out as below rounding
     ],
 )
-def test_problems_that_miss_the_tolerance(seed):
-    problem = draw(seed)
-    check(partial(relaid, problem.layout, "cpu"), problem.case, problem.mechanism, problem.dtype)
+def test_cases_that_miss_the_tolerance(seed):
+    fuzz_case = draw(seed)
+    check(partial(relaid, fuzz_case.layout, "cpu"), fuzz_case.case, fuzz_case.mechanism, fuzz_case.dtype)
 
 
 @pytest.mark.parametrize(
@@ -257,18 +259,18 @@ def test_problems_that_miss_the_tolerance(seed):
     ],
 )
 def test_gradients_whose_terms_cancel(seed):
-    problem = draw(seed)
-    check(partial(relaid, problem.layout, "cpu"), problem.case, problem.mechanism, problem.dtype)
+    fuzz_case = draw(seed)
+    check(partial(relaid, fuzz_case.layout, "cpu"), fuzz_case.case, fuzz_case.mechanism, fuzz_case.dtype)
 
 
 def test_the_draws_reach_everything():
-    """Of a thousand problems, some have each property that the kernels tell apart."""
-    problems = [draw(seed) for seed in range(1000)]
-    cases = [problem.case for problem in problems]
-    algebra = [problem.mechanism for problem in problems]
+    """Of a thousand cases, some have each property that the kernels tell apart."""
+    fuzz_cases = [draw(seed) for seed in range(1000)]
+    cases = [one.case for one in fuzz_cases]
+    algebra = [one.mechanism for one in fuzz_cases]
     assert {m.phi for m in algebra} == set(FUSED)
     assert {m.normaliser for m in algebra} == set(CHOICES["normaliser"])
-    assert {p.dtype for p in problems} == set(DTYPES)
+    assert {p.dtype for p in fuzz_cases} == set(DTYPES)
     assert {c.bias for c in cases} == set(BIASES)
     assert {c.ties for c in cases} == {"", "keys", "some keys", "queries", "two", "three", "near"}
     for field in (

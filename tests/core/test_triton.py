@@ -40,7 +40,7 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 
-from softfocus.backends.triton import tuning
+from softfocus.backends.triton import tuning, variants
 from softfocus.backends.triton.kernels import backward_rows, forward, weighting
 from softfocus.backends.triton.tuning import TileShape
 
@@ -443,7 +443,7 @@ def test_a_gradient_that_spans_too_much_is_copied(quiet, monkeypatch):
     query.requires_grad_()
     expected = torch.autograd.grad(fused(query, query, query), query, grad)[0]
     array, spans = call.array, []
-    monkeypatch.setattr(triton, "MAX_HEAD_SPAN", 1000)
+    monkeypatch.setattr(variants, "MAX_HEAD_SPAN", 1000)
     monkeypatch.setattr(call, "array", lambda x: spans.append(0 if x is None else x.size(2) * x.stride(2)) or array(x))
     torch.testing.assert_close(torch.autograd.grad(fused(query, query, query), query, grad)[0], expected)
     assert 0 < max(spans) < 1000
@@ -951,8 +951,8 @@ def test_saved_vectors_that_lie_beyond_32_bits(quiet, monkeypatch):
     from softfocus.backends.triton import call
 
     row_array, length = call.row_array, 16
-    saved = far_vectors(triton.SAVED_VECTORS, 2**28 + 2**26, length)
-    monkeypatch.setattr(call, "row_array", lambda x: row_array(saved if x.size(0) == triton.SAVED_VECTORS else x))
+    saved = far_vectors(variants.SAVED_VECTORS, 2**28 + 2**26, length)
+    monkeypatch.setattr(call, "row_array", lambda x: row_array(saved if x.size(0) == variants.SAVED_VECTORS else x))
     query = torch.ones(1, 1, length, 1, device=DEVICE)
     fused(query, 5 * query, query, scale=1.0, mechanism="relu_l1")
     assert (saved[-1] == 5).all()  # the largest score
@@ -1119,8 +1119,8 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
-    def choose(kind=("forward", 1)):
-        return tuning.fastest(kind, torch.device("cuda"), MEASURED, run)
+    def choose(key=("forward", 1)):
+        return tuning.fastest(key, torch.device("cuda"), MEASURED, run)
 
     choose.timed = timed
     return choose
@@ -1140,8 +1140,8 @@ def test_the_fastest_tile_is_taken_and_remembered(measured, monkeypatch):
 def test_a_broken_record_is_measured_again(measured, monkeypatch, tmp_path):
     measured()
     (record,) = tmp_path.rglob("tile.json")
-    for broken in ("", "[1, 2]", "[64, 48, 8, 2]", "{}"):
-        record.write_text(broken)
+    for text in ("", "[1, 2]", "[64, 48, 8, 2]", "{}"):
+        record.write_text(text)
         monkeypatch.setattr(tuning, "_known", {})
         assert measured() == TileShape(64, 64, 8, 2)
 
@@ -1214,15 +1214,13 @@ def test_unit_vectors_know_no_norms(quiet):
     """Powers of two in queries and keys change no bit of the output, and of gradients only the
     scale; zero vectors are fine.
     """
-    from softfocus.backends.triton import takes_unit_vectors
-
     generator = torch.Generator().manual_seed(0)
     query, key, value, grad = (torch.randn(1, 2, 40, 16, generator=generator).to(DEVICE, BRAIN) for _ in range(4))
     query[:, :, 3], key[:, :, 5] = 0.0, 0.0
     results = []
     for scale in (1.0, 2.0**100):
         leaves = [x.requires_grad_() for x in (query * scale, key / scale, value.clone())]
-        assert takes_unit_vectors(functional.validated_call(*leaves, is_causal=True, mechanism="lssa"))
+        assert variants.takes_unit_vectors(functional.validated_call(*leaves, is_causal=True, mechanism="lssa"))
         out = fused(*leaves, is_causal=True, mechanism="lssa")
         grad_query, grad_key, grad_value = torch.autograd.grad(out, leaves, grad)
         results.append([out, grad_query * scale, grad_key / scale, grad_value])
@@ -1296,20 +1294,20 @@ def test_what_is_ready_keeps_no_tensor(quiet):
     assert not any(x() is not None for x in alive)
 
 
-def test_calls_of_one_kind():
-    def kind(length, **given):
+def test_calls_that_share_a_measurement():
+    def key(length, **given):
         query = torch.ones(1, 2, length, 8)
-        return tuning.kind("forward", functional.validated_call(query, query, query, **given))
+        return tuning.measurement_key("forward", functional.validated_call(query, query, query, **given))
 
-    assert kind(65) == kind(128, is_causal=False) == kind(100)
-    kinds = [
-        kind(64),
-        kind(65),
-        kind(65, is_causal=True),
-        kind(65, bias=torch.ones(1, 1, 1, 65)),
-        kind(65, mechanism="lssa"),
+    assert key(65) == key(128, is_causal=False) == key(100)
+    keys = [
+        key(64),
+        key(65),
+        key(65, is_causal=True),
+        key(65, bias=torch.ones(1, 1, 1, 65)),
+        key(65, mechanism="lssa"),
     ]
-    assert len(set(kinds)) == len(kinds)
+    assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.long
@@ -1414,7 +1412,7 @@ def test_one_table_of_what_is_supported(monkeypatch):
     supported = set()
     for mechanism in [*drawn, *(entry.mechanism for entry in mechanisms().values())]:
         calls = [functional.validated_call(x, x, x, mechanism=mechanism) for x in (query.cpu(), query)]
-        whys = [dispatch.supports(name, call) for name, call in zip(("cpu", "triton"), calls, strict=True)]
+        whys = [dispatch.why_unsupported(name, call) for name, call in zip(("cpu", "triton"), calls, strict=True)]
         assert (whys[0] is None) == (whys[1] is None), (mechanism, whys)
         assert (whys[0] is None) == (mechanism.phi in FUSED and mechanism.post == "none"), (mechanism, whys)
         assert attention(query, query, query, mechanism=mechanism, backend="reference").isfinite().all()
@@ -1427,11 +1425,11 @@ def test_auto_takes_them_where_the_environment_says_so(monkeypatch):
     monkeypatch.setattr(cpu, "refuses", lambda call, to_run: "not here")
     refuses = triton.refuses
     query = torch.ones(1, 1, 4, 8, device=DEVICE)
-    for interpreted, said, chosen in (
+    for interpreted, setting, chosen in (
         ("1", "", "tiled"), ("1", "off", "tiled"), ("1", "on", "triton"), ("0", "", "triton"), ("0", "off", "tiled")
     ):  # fmt: skip
         monkeypatch.setenv("TRITON_INTERPRET", interpreted)
-        monkeypatch.setenv("SOFTFOCUS_TRITON", said)
+        monkeypatch.setenv("SOFTFOCUS_TRITON", setting)
         if interpreted == "0" and not GPU:  # as on a GPU
             monkeypatch.setattr(triton, "refuses", lambda call, to_run: None)
         assert explain(query, query, query).backend == chosen
@@ -1446,11 +1444,11 @@ def test_auto_takes_them_where_the_environment_says_so(monkeypatch):
 
 def test_what_is_not_carried_is_said(monkeypatch):
     query = torch.randn(1, 1, 4, 8, device=DEVICE)
-    for problem, said in (
+    for given, reason in (
         ({"mechanism": "softmax_negated"}, "post='negate'"),
         ({"mechanism": "gelu_l1"}, "phi='gelu'"),
     ):
-        assert said in explain(query, query, query, **problem).reasons["triton"]
+        assert reason in explain(query, query, query, **given).reasons["triton"]
     assert ("by name" in explain(query, query, query).reasons["triton"]) is not GPU
     many = torch.randn(65536, 1, 1, 8, device=DEVICE)
     assert "65536 heads" in explain(many, many, many).reasons["triton"]

@@ -228,11 +228,11 @@ def test_a_window_of_transformers(offset):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "said"),
+    ("lengths", "message"),
     [([3, -1, 2], "got -1"), ([1.5, 2.0], "float"), ([True], "bool"), (3, "shape"), ("ab", "'ab'"), (None, "None")],
 )
-def test_lengths_that_are_none(lengths, said):
-    with pytest.raises(ValueError, match=f"^lengths: .*{said}"):
+def test_lengths_that_are_none(lengths, message):
+    with pytest.raises(ValueError, match=f"^lengths: .*{message}"):
         document_ids_from_lengths(lengths)
 
 

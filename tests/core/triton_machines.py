@@ -52,7 +52,7 @@ class Absent:
         return torch.device("cpu")
 
 
-def said_of(cubin: bytes, tool: str, option: str) -> str:
+def output_of(cubin: bytes, tool: str, option: str) -> str:
     """What one of NVIDIA's tools says of compiled code."""
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -63,9 +63,9 @@ def said_of(cubin: bytes, tool: str, option: str) -> str:
 
 def usage(cubin: bytes) -> tuple[int, int]:
     """Registers a thread, and bytes of stack."""
-    said = said_of(cubin, "cuobjdump", "-res-usage")
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    assert found, said
+    output = output_of(cubin, "cuobjdump", "-res-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", output)
+    assert found, output
     return int(found[1]), int(found[2])
 
 
@@ -75,7 +75,7 @@ def loops(cubin: bytes, at_least: int | None = None) -> list[int]:
     """
     labels: dict[str, int] = {}
     code: list[str] = []
-    for line in said_of(cubin, "nvdisasm", "-c").splitlines():
+    for line in output_of(cubin, "nvdisasm", "-c").splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(code)
         elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z].*?);", line):

@@ -5,6 +5,7 @@ stay short.
 import os
 import re
 import subprocess
+from pathlib import Path
 
 from .committed import ROOT
 
@@ -39,6 +40,29 @@ def test_a_long_file_says_why_at_its_top():
     ]
     silent = [str(path.relative_to(ROOT)) for path in long if "Over 400 lines:" not in path.read_text()[:1500]]
     assert not silent, f"more than 400 lines without a reason: {silent}"
+
+
+def wide_comments(path: Path) -> list[str]:
+    """Comments beyond 100 columns, of which ruff sees only Python's: lines of their own in C++, any
+    in TOML.
+    """
+    comment = re.compile(r"(?:^|  )# " if path.suffix == ".toml" else r"^ *//")
+    return [line for line in path.read_text().splitlines() if len(line) > 100 and comment.search(line)]
+
+
+def test_comments_wrap_at_100_columns():
+    paths = [path for folder in ("src", "tests") for path in (ROOT / folder).rglob("*")]
+    paths = [path for path in paths if path.suffix in (".h", ".cpp", ".toml")]
+    assert len(paths) > 50
+    assert [(str(path.relative_to(ROOT)), line) for path in paths for line in wide_comments(path)] == []
+
+
+def test_a_wide_comment_would_be_noticed(tmp_path):
+    cpp, toml = tmp_path / "a.cpp", tmp_path / "a.toml"
+    cpp.write_text(f"  // {'a' * 96}\nf({'1' * 100});  // b\n")
+    toml.write_text(f'# {"c" * 98}\nd = 1  # {"d" * 92}\ne = "{"e" * 100}"\n')
+    assert wide_comments(cpp) == [f"  // {'a' * 96}"]
+    assert wide_comments(toml) == [f"d = 1  # {'d' * 92}"]
 
 
 def test_the_files_that_run_first_exist(request):

@@ -32,7 +32,7 @@ def compiled(name: str, head_dim: int, what: str, dry: bool) -> dict[str, Any]:
     from softfocus import attention
     from softfocus.backends.triton import tuning
 
-    def every(kind: Any, device: Any, tiles: Any, run: Any) -> Any:
+    def every(key: Any, device: Any, tiles: Any, run: Any) -> Any:
         ran = []
         for tile in tiles:
             with contextlib.suppress(OutOfResources, PTXASError):  # as where tiles are measured

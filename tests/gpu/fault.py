@@ -26,7 +26,7 @@ LIMIT = 100
 
 
 def one(mechanism: str, head_dim: int, value_dim: int, dry: bool) -> str:
-    """Forward and backward of 37 tokens, held against the reference; what was wrong, or ""."""
+    """Forward and backward of 37 tokens, compared with the reference; what was wrong, or ""."""
     from softfocus import attention
     from softfocus.testing import CASES, check
 

@@ -112,7 +112,7 @@ class Item:
 EVERYWHERE = {"SOFTFOCUS_KERNELS": "off"}
 """The time of a GPU is not for compiling what runs on the CPU."""
 TRUSTED = {"SOFTFOCUS_TRITON": "trusted"}
-"""The items hold the kernels against the reference themselves."""
+"""The items compare the kernels with the reference themselves."""
 
 
 def script(

@@ -34,10 +34,10 @@ def _watch() -> None:
         noted[str(tile)] = took = measure(run)
         return took
 
-    def fastest(kind: Any, *rest: Any) -> tuning.TileShape:
+    def fastest(key: Any, *rest: Any) -> tuning.TileShape:
         noted.clear()
-        tile = choose(kind, *rest)
-        times[kind[0]], chosen[kind[0]] = dict(noted), str(tile)
+        tile = choose(key, *rest)
+        times[key[0]], chosen[key[0]] = dict(noted), str(tile)
         return tile
 
     def _launch(self: Any, kernel: Any, variant: Any, *rest: Any, **options: Any) -> None:

@@ -1,5 +1,5 @@
-"""Every architecture that dispatches its attention, tiny and random, held against its own eager
-attention.
+"""Every architecture that dispatches its attention, tiny and random, compared with its own
+eager attention.
 
 A model is built from each config class by a generic shrinker (known size fields, recursively for
 configs inside). What that does not fit stands in architectures.toml: sizes of its own, what is
@@ -129,8 +129,8 @@ def families(folder):
             whole = inspect.isclass(kind) and issubclass(kind, PreTrainedModel) and not name.endswith("PreTrainedModel")
             if whole and kind.__module__ == module.__name__ and inspect.isclass(kind.config_class):
                 found.setdefault(kind.config_class, []).append(kind)
-    rank = lambda kind: next((i for i, end in enumerate(endings) if kind.__name__.endswith(end)), len(endings))  # noqa: E731
-    return {config: sorted(kinds, key=rank)[:6] for config, kinds in found.items()}
+    order = {kind: [not kind.__name__.endswith(end) for end in endings] for kinds in found.values() for kind in kinds}
+    return {config: sorted(kinds, key=order.get)[:6] for config, kinds in found.items()}
 
 
 def spread(model):

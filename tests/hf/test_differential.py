@@ -1,5 +1,5 @@
-"""Differential attention with a mechanism: what Transformers' DiffLlama makes of it, held against
-the formula.
+"""Differential attention with a mechanism: what Transformers' DiffLlama makes of it, compared
+with the formula.
 """
 
 from pathlib import Path

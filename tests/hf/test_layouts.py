@@ -1,5 +1,5 @@
-"""Layouts in models: held against other architectures that have the same thing, and against
-separate calls.
+"""Layouts in models: compared with other architectures that have the same thing, and with separate
+calls.
 
 Over 400 lines: the cases share the small models and the separate calls that they are compared with.
 """

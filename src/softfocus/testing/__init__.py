@@ -1,5 +1,5 @@
-"""What softfocus holds its own backends against, shipped so that others can hold theirs: cases, an
-oracle, tolerances.
+"""Cases, an oracle and tolerances. softfocus tests its own backends with them; others can test
+their kernels.
 
     from softfocus.testing import CASES, check
     check(my_attention, CASES[0], "lssar", torch.bfloat16)

@@ -1,5 +1,5 @@
-"""Problems that a backend must get right: shapes that divide nothing, every kind of mask, every
-learned tensor.
+"""Cases that a backend must compute correctly: shapes that are no multiples of a tile's, every kind
+of mask, every learned tensor.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from softfocus.mechanism import Mechanism
 
 @dataclass(frozen=True)
 class Case:
-    """One problem, without its numbers.
+    """The shapes and options of one test case, without its numbers.
 
     Attributes:
         name: for test ids.
@@ -32,7 +32,7 @@ class Case:
         magnitude: the standard deviation of query and key.
         outlier: a value of this size in the last key's first column of V; 0 for none.
         dropout_p: for mechanisms other than LASER; the seed is torch's own (see ``run``).
-        additive: the mask is handed over as a floating one, with finfo.min where it hides.
+        additive: the mask is a floating one, with finfo.min where it hides.
     """
 
     name: str

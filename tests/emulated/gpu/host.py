@@ -10,6 +10,7 @@ Another commit's package: another ``src``. Run the two in turn, on one core that
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -36,6 +37,10 @@ def microseconds(function, calls=60, rounds=5):
     return round(median(took), 1)
 
 
+def forward_and_backward(leaves, grad_out, given):
+    return torch.autograd.grad(attention(*leaves, is_causal=True, **given), leaves, grad_out)
+
+
 def main(to):
     query, key, one = (torch.zeros(1, 16, length, 64, dtype=torch.bfloat16) for length in (128, 16384, 1))
     leaves = [query.clone().requires_grad_() for _ in range(3)]
@@ -43,11 +48,9 @@ def main(to):
     for name in ("softmax", "lssa", "lssar", "laser"):
         given = {"mechanism": name, "backend": "triton"}
         with torch.no_grad():
-            found[f"decode {name}"] = microseconds(lambda: attention(one, key, key, **given))  # noqa: B023
-            found[f"forward {name}"] = microseconds(lambda: attention(query, query, query, is_causal=True, **given))  # noqa: B023
-        found[f"both {name}"] = microseconds(
-            lambda: torch.autograd.grad(attention(*leaves, is_causal=True, **given), leaves, query)  # noqa: B023
-        )
+            found[f"decode {name}"] = microseconds(partial(attention, one, key, key, **given))
+            found[f"forward {name}"] = microseconds(partial(attention, query, query, query, is_causal=True, **given))
+        found[f"both {name}"] = microseconds(partial(forward_and_backward, leaves, query, given))
     path = Path(to)
     results = json.loads(path.read_text()) if path.exists() else []
     results.append(

@@ -197,8 +197,8 @@ inline Step wgmma(const Statement& s) {
         for (int k = 0; k < depth; ++k) left[i][k] = memory.at(w, 16 * (w.number % 4) + i, k);
       return left;
     };
-    // It may read from now on; what it reads counts at the end, and both are held against what
-    // other warps write.
+    // It may read from now on; what it reads counts at the end, and both are compared with
+    // what other warps write.
     double read[16][8];
     for (int n = 0; n < columns; n += 8) right_of(n, read);
     if (!in_registers) left_in_memory();

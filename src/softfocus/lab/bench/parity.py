@@ -16,7 +16,7 @@ from torch import Tensor
 from softfocus import functional
 from softfocus.lab.bench.cells import Cell, Function, Inputs
 from softfocus.lab.errors import LabError, first_line
-from softfocus.testing.oracle import REPLICAS, Outcome, compare
+from softfocus.testing.oracle import REPETITIONS, Outcome, compare
 
 DENSE = 2**23
 """Elements of the dense formula's largest tensor, in float64: 64 MiB, of which several are alive at
@@ -123,14 +123,14 @@ def _hold(function: Function, cell: Cell, query: Tensor, key: Tensor, value: Ten
     sizes = {name: float(x.abs().max()) for name, x in expected.tensors.items()}
     yardstick = dict.fromkeys(sizes, 0.0)
     label = f"{cell.mechanism} {cell.what} at {length:,}, {cell.dtype}"
-    for seed in range(REPLICAS):  # the yardstick only grows: as soon as it suffices, the rest need not be drawn
+    for seed in range(REPETITIONS):  # the yardstick only grows: as soon as it suffices, the rest need not be drawn
         eager = _outcome(partial(formula, order(seed)), inputs, above, backward).tensors
         for name, want in expected.tensors.items():
             yardstick[name] = max(yardstick[name], float((eager[name].double() - want).abs().max()))
         try:
             compare(actual, expected, yardstick, sizes, label)
         except AssertionError:
-            if seed == REPLICAS - 1:
+            if seed == REPETITIONS - 1:
                 raise
         else:
             return
