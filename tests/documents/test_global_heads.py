@@ -376,6 +376,7 @@ BPE = {
     "softmax-start": "the same with 0.09",
     "laser-lssa-local": "LASER over LSSA, every other layer local, 0.02",
     "all-softmax-nope": "all-softmax layout, 0.02",
+    "all-softmax-nope-4": "the same with 0.04",
     "all-softmax-nope-start": "the same with 0.09",
     "global-heads": "`demo-global-heads`, 0.02",
     "global-heads-start": "the same with 0.09",
@@ -829,8 +830,9 @@ def test_what_is_said_of_bpe_is_measured():
 def test_what_is_said_of_longer_training_on_a_bpe_is_measured():
     by, ours, layout = by_row("bpe-longer"), "global-heads", "all-softmax-nope"
     better, rival, best = "global-heads-start", "all-softmax-nope-start", "softmax-4"
-    assert all([one.seed for one in by[row].evaluations] == [0, 1, 2] for row in (better, rival, best, "softmax"))
-    rows = better, rival, best, "softmax"
+    smaller = "all-softmax-nope-4"
+    rows = better, rival, best, "softmax", smaller
+    assert all([one.seed for one in by[row].evaluations] == [0, 1, 2] for row in rows)
     losses = {row: [cell(by[row], *at).values for at in (HERE, FAR, WINDOWED)] for row in rows}
     leads = [
         [f"{softmax - mine:.3f}" for mine, softmax in zip(losses[better][mine_at], losses[best][at], strict=True)]
@@ -847,6 +849,15 @@ def test_what_is_said_of_longer_training_on_a_bpe_is_measured():
     for at, pair, larger in ((0, (HERE, HERE), True), (1, (FAR, WINDOWED), False)):
         shorter = beside(started, "global-heads-start-twice", "softmax-4", *pair)
         assert (shorter.value < whole[at].value) == larger
+    means = [cell(by[row], *HERE).loss for row in (rival, smaller, layout)]
+    assert means == sorted(means), "0.09 is the all-softmax layout's best"
+    below = [minus(by, rival, smaller, at) for at in (HERE, FAR)]
+    assert f"The all-softmax layout with 0.09 minus the same with 0.04: {apart_at_both(*below)}, a lower" in TEXT
+    assert all(one < other for one, other in zip(losses[rival][0], losses[smaller][0], strict=True))
+    faster = by_row("bpe-longer-rates/8e-3")[better]
+    assert [one.seed for one in faster.evaluations] == [0]
+    there = cell(faster, *HERE).loss, cell(by[better], *HERE).values[0]
+    assert "At 8e-3 their loss is {:.3f} in place of {:.3f} (1x, seed 0).".format(*there) in TEXT
     lower = beside(by, best, "softmax")
     assert f"Init std 0.04 minus 0.02: {apart(lower)}, a lower loss in all three seeds." in TEXT
     spreads = [max(losses[row][0]) - min(losses[row][0]) for row in (best, "softmax")]
