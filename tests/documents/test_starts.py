@@ -17,7 +17,13 @@ TEXT = " ".join(PAGE.split())
 OURS = "cosine-nope"
 STARTS = {"2": "0.02", "4": "0.04", "5": "0.05", "6": "0.0625"}
 """Initial weights by what rows of the studies call them."""
-BUDGETS = {"-half-longer": ("5e-4", "3,000"), "-half": ("5e-4", "1,500"), "": ("1e-3", "1,500")}
+BUDGETS = {
+    "-quarter-longer": ("2.5e-4", "3,000"),
+    "-half-longer": ("5e-4", "3,000"),
+    "-longer": ("1e-3", "3,000"),
+    "-half": ("5e-4", "1,500"),
+    "": ("1e-3", "1,500"),
+}
 """Learning rate and steps by the ends of rows of `recall-starts`."""
 ACROSS = {
     "1x": (64, False),
@@ -167,6 +173,17 @@ def test_softmax_in_every_head_is_compared_from_its_better_start():
     )
     assert text in evidence
     assert "it has a lower loss than Softmax, and a higher one than `demo-global-heads`." in TEXT
+
+
+def test_the_rates_of_3000_steps_are_those_that_were_trained():
+    found = {heads: recalled(heads) for heads in ("128", "softmax")}
+    others = {(heads, end): found[heads]["6", end] for heads in found for end in ("-quarter-longer", "-longer")}
+    assert all([one.info.seed for one in group.entries] == [0] for group in others.values())
+    learned = {key for key, group in others.items() if accuracies(group)[0][64, False] > 0.97}
+    assert learned == others.keys() - {("128", "-longer")}
+    least = min(value for key in learned for (_, grown), value in accuracies(others[key])[0].items() if not grown)
+    text = f"At 2.5e-4 both find at least {math.floor(1000 * least) / 10:.1f} % of the keys among filler"
+    assert f"{text} at every length. At 1e-3 the all-softmax layout does, and global heads do not learn" in TEXT
 
 
 def test_softmax_in_every_head_finds_far_keys_from_that_start():
