@@ -3,7 +3,8 @@ constants.
 
 A NamedTuple whose last field would be another tuple gets a constant ``end`` after it. Without it
 Triton 3.6 forgets, inside loops, that values of the inner tuple, such as a stride of 1, are
-constants.
+constants. ``Outputs`` ends with a tensor or None, and has one, too: whether it needs one was not
+tested. Triton 3.9 compiles the same kernels without either.
 """
 
 from typing import Any, NamedTuple
@@ -86,10 +87,11 @@ class Inputs(NamedTuple):
 
     Attributes:
         query, key, value: [B, H, L, D]; in pages, key and value are [pages, Hk, page size, D].
-        value_operand: what the weights are multiplied with, shaped like value: value, or LASER's
-            e^V where it is computed once per call.
-        value_flags: of that e^V, float32 [B, Hk, Lk, 1]: for each key 1 if a value is large, plus 2
-            if one is non-finite; or None.
+        value_operand: what the kernels load to multiply it by the weights, shaped like value:
+            LASER's e^V where it is computed once per call, else value. With LASER and a cache, or
+            in decoding, the kernels compute e^V from the tile of values that they load.
+        value_flags: float32 [B, Hk, Lk, 1], where value_operand is e^V: for each key 1 if a value
+            is large, plus 2 if one is non-finite. Else None.
         query_rnorm, key_rnorm: 1 / |q|, 1 / |k|, float32 [B, H, L, 1], or None without cosine.
             key_rnorm is also None where the kernel computes it from the keys that it reads.
         unit_key_fp16, unit_query_fp16: k / |k| and c q / |q| (in the score unit) where scores are

@@ -233,11 +233,11 @@ class Launcher:
         key, candidates = tuning.measurement_key(kernel, self.call), tuning.candidates(kernel, self.call)
         return tuning.fastest(key, self.call.query.device, candidates, run)
 
-    def _launch_plan(self, tile: tuning.TileShape, lists: str = "") -> LaunchPlan:
-        """``lists``: the field of ``Masks`` with the lists of tiles that the kernel reads,
+    def _launch_plan(self, tile: tuning.TileShape, lists_field: str = "") -> LaunchPlan:
+        """``lists_field``: the field of ``Masks`` with the lists of tiles that the kernel reads,
         "key_tiles" or "query_tiles"; "" for a kernel that reads none.
         """
-        key = tile, lists
+        key = tile, lists_field
         if key not in self._launch_plans:
             query, value = self.call.query, self.call.value
             tiling = tiling_of(query.size(-1), value.size(-1), query.dtype, tile)
@@ -245,8 +245,8 @@ class Launcher:
             if tile not in self._surveys:
                 self._surveys[tile] = self._survey(tile, tiling)
             masks, states = self._surveys[tile]
-            if lists and states is not None:
-                made: Any = {lists: tile_lists(states if lists == "key_tiles" else states.mT)}
+            if lists_field and states is not None:
+                made: Any = {lists_field: tile_lists(states if lists_field == "key_tiles" else states.mT)}
                 masks = masks._replace(**made)
             self._launch_plans[key] = LaunchPlan(
                 tiling,
@@ -314,7 +314,7 @@ class Launcher:
         return exp_values, flags
 
     def _launch_by_rows(
-        self, kernel: Any, variant_key: Hashable, x: Tensor, outputs: tuple[Any, ...], *flags: bool
+        self, kernel: Any, variant_key: Hashable, x: Tensor, outputs: tuple[Any, ...], *constants: bool
     ) -> None:
         """Launches a kernel whose programs have some rows of x [B, H, L, D] each."""
         batch, heads, length, width = x.shape
@@ -322,7 +322,7 @@ class Launcher:
         block_rows = max(1, ELEMENTS_AT_ONCE // columns)
         if x.shape[:3].numel():
             grid = ceil_div(length, block_rows), batch * heads
-            sizes = heads, length, width, *flags, block_rows, columns
+            sizes = heads, length, width, *constants, block_rows, columns
             self._launch(kernel, variant_key, grid, array(x), *outputs, *sizes, **FP_FUSION)
 
     def _survey(self, tile: tuning.TileShape, tiling: Tiling) -> tuple[Masks, Tensor | None]:

@@ -179,7 +179,7 @@ def candidates(kernel: str, call: Call) -> tuple[TileShape, ...]:
 
 def measurement_key(kernel: str, call: Call) -> tuple[Hashable, ...]:
     """The key under which a measurement is stored: calls that share it share the fastest tile
-    shape. Sizes are rounded up to powers of two.
+    shape. B H, Lq, Lk and H / Hk are rounded up to powers of two; D and Dv are not.
     """
     query, key, visibility = call.query, call.key, call.visibility
     sizes = (query.size(0) * query.size(1), query.size(2), key.size(2), query.size(1) // key.size(1))

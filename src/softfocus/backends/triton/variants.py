@@ -83,7 +83,9 @@ def takes_unit_vectors(call: Call) -> bool:
 
 
 def variant(call: Call) -> tuple[bool, bool]:
-    """Which variants of the kernels run: (no shift needed, scores are products of unit vectors)."""
+    """Which variants of the kernels run: (scores are bounded, so that no phi but exp needs a shift;
+    scores are products of unit vectors).
+    """
     return bounded(call), takes_unit_vectors(call)
 
 

@@ -39,6 +39,8 @@ namespace softfocus {
 
 // An AMX tile holds 16 rows or keys by 32 dimensions: 1 KiB
 constexpr int64_t AMX_ROWS = 16, AMX_DIMS = 32;
+// Bytes of a row of a tile of keys: 16 keys, 2 dimensions of each, 2 bytes of each
+constexpr int64_t AMX_PAIRS_BYTES = AMX_ROWS * 2 * 2;
 // The most dimensions of one sum: longer float sums round too much (DOT_DIMS in product.h)
 constexpr int64_t AMX_DOT_DIMS = 64;
 
@@ -98,6 +100,8 @@ class AmxRegisters {
       uint16_t row_bytes[16] = {};
       uint8_t rows[16] = {};
     } config;
+    // All tiles have 16 rows of 64 bytes: 32 dimensions of a query, pairs of 16 keys, or 16 sums
+    static_assert(AMX_PAIRS_BYTES == AMX_DIMS * 2 && AMX_ROWS * sizeof(float) == AMX_DIMS * 2);
     for (int i = 0; i < 8; ++i) config.row_bytes[i] = AMX_DIMS * 2, config.rows[i] = AMX_ROWS;
     static_assert(sizeof config == 64);
     // GCC 12 declares that _tile_loadconfig reads eight bytes. Without this line it may drop the
@@ -116,16 +120,16 @@ class AmxRegisters {
 template <int N>
 inline void amx_dots(const bfloat16* rows, int64_t padded_width, const bfloat16* keys, float* c, int64_t c_row_stride) {
   static_assert(N == 1 || N == 2);
-  // Sums over AMX_DOT_DIMS dimensions from d on, written to `to` [AMX_ROWS, to_row_stride]
-  auto sum_to = [&](int64_t d, float* to, int64_t to_row_stride) {
+  // Sums over AMX_DOT_DIMS dimensions from first_dim on, written to `to` [AMX_ROWS, to_row_stride]
+  auto sum_to = [&](int64_t first_dim, float* to, int64_t to_row_stride) {
     _tile_zero(0);
     _tile_zero(1);
-    for (int64_t e = d; e < std::min(d + AMX_DOT_DIMS, padded_width); e += AMX_DIMS) {
-      _tile_loadd(2, rows + e, padded_width * 2);
-      _tile_loadd(3, keys + e * AMX_ROWS, AMX_DIMS * 2);
+    for (int64_t d = first_dim; d < std::min(first_dim + AMX_DOT_DIMS, padded_width); d += AMX_DIMS) {
+      _tile_loadd(2, rows + d, padded_width * 2);
+      _tile_loadd(3, keys + d * AMX_ROWS, AMX_PAIRS_BYTES);
       _tile_dpbf16ps(0, 2, 3);
       if constexpr (N == 2) {
-        _tile_loadd(4, keys + (padded_width + e) * AMX_ROWS, AMX_DIMS * 2);
+        _tile_loadd(4, keys + (padded_width + d) * AMX_ROWS, AMX_PAIRS_BYTES);
         _tile_dpbf16ps(1, 2, 4);
       }
     }

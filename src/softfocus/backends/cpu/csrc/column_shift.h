@@ -16,8 +16,8 @@ struct ColumnShift {
   Buffer<float> scratch;  // [BLOCK_K, padded_value_dim], e^(V - M) of a tile, unless zero_shift
   // Values above their M + LARGE_VALUE: with zero_shift of the key head, else of the block's tiles
   std::vector<ValueIndex> large;
-  // M is 0, and the key head's e^V is read. False in decoding, even if M is 0; not in the backward
-  // of the same call.
+  // M is 0, and the key head's data holds e^V, which is read. In decoding it holds none: this is
+  // false even if M is 0. In the backward of the same call it may be true.
   bool zero_shift = false;
   // True in the first pass over the tiles after choose(), in which shifted_exp_values() appends to
   // `large`. Later passes would append the same values again.

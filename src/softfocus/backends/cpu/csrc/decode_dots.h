@@ -171,15 +171,15 @@ class DecodeDots {
   __attribute__((noinline)) void dot_safely(int64_t first_offset, int64_t key_begin, vint recompute_dot,
                                             const float* queries, int64_t n_rows, const DotAddress& address) {
     if (!key_copy) key_copy.resize(padded_dim);
-    float* key = key_copy;
+    float* row = key_copy;
     for (int64_t i = 0; i < W; ++i) {
       if (!recompute_dot[i]) continue;
-      std::fill(key, key + padded_dim, 0.0f);
-      read_row(params.key, params.dtype, batch_index, key_head, key_begin + first_offset + i, params.head_dim, key);
-      bool finite = all_finite(key, params.head_dim);
-      if (finite && params.cosine) l2_normalise(key, params.head_dim);
+      std::fill(row, row + padded_dim, 0.0f);
+      read_row(params.key, params.dtype, batch_index, key_head, key_begin + first_offset + i, params.head_dim, row);
+      bool finite = all_finite(row, params.head_dim);
+      if (finite && params.cosine) l2_normalise(row, params.head_dim);
       for (int64_t r = 0; r < n_rows; ++r) {
-        float dot_product = dot(queries + r * padded_dim, key, padded_dim);
+        float dot_product = dot(queries + r * padded_dim, row, padded_dim);
         address(r, first_offset)[i] = finite ? dot_product : std::numeric_limits<float>::quiet_NaN();
       }
     }

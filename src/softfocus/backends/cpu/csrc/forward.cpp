@@ -37,17 +37,18 @@ struct Worker {
     if (params.laser) laser_logarithm();
     mark_nonfinite_values();
     // statistics [4, all_rows]
-    int64_t first_row = (b * params.heads + query_head) * params.query_length + start_q,
+    // The index of row 0 among all rows [B, H, Lq], and their number
+    int64_t first_index = (b * params.heads + query_head) * params.query_length + start_q,
             all_rows = params.batch * params.heads * params.query_length;
     for (int64_t r = 0; r < block.n_rows; ++r) {
       float* out_row = output.out + r * block.padded_value_dim;
       if (block.fully_masked[r]) std::fill(out_row, out_row + params.value_dim, 0.0f);
-      write_row(out, params.dtype, (first_row + r) * params.value_dim, out_row, params.value_dim);
+      write_row(out, params.dtype, (first_index + r) * params.value_dim, out_row, params.value_dim);
       if (!statistics) continue;
-      statistics[first_row + r] = block.count[r];
-      statistics[all_rows + first_row + r] = block.maximum[r];
-      statistics[2 * all_rows + first_row + r] = block.log_norm[r];
-      statistics[3 * all_rows + first_row + r] = block.peak[r];
+      statistics[first_index + r] = block.count[r];
+      statistics[all_rows + first_index + r] = block.maximum[r];
+      statistics[2 * all_rows + first_index + r] = block.log_norm[r];
+      statistics[3 * all_rows + first_index + r] = block.peak[r];
     }
   }
 

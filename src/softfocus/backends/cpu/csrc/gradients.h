@@ -308,17 +308,18 @@ class RowGradients {
   // gradient of the head scale is the dot product of base_scale dS K with the query.
   void write_query_gradients(const GradientTensors& grads) {
     const Params& params = block.params;
-    int64_t first_row = (block.batch_index * params.heads + block.query_head) * params.query_length + block.start_q;
+    // The index of row 0 among all rows [B, H, Lq]
+    int64_t first_index = (block.batch_index * params.heads + block.query_head) * params.query_length + block.start_q;
     for (int64_t r = 0; r < block.n_rows; ++r) {
       float *grad = grad_queries + r * block.padded_dim, *query = block.queries + r * block.padded_dim;
       for (int64_t d = 0; d < block.padded_dim; d += W) store(grad + d, load(grad + d) * block.base_scale[r]);
-      if (grads.grad_head_scale) grads.grad_head_scale[first_row + r] = dot(grad, query, block.padded_dim);
-      if (grads.grad_power) grads.grad_power[first_row + r] = grad_power[r];
+      if (grads.grad_head_scale) grads.grad_head_scale[first_index + r] = dot(grad, query, block.padded_dim);
+      if (grads.grad_power) grads.grad_power[first_index + r] = grad_power[r];
       if (params.head_scale)
         for (int64_t d = 0; d < block.padded_dim; d += W)
           store(grad + d, load(grad + d) * params.head_scale[block.query_head]);
       if (params.cosine) l2_normalise_backward(grad, query, block.query_rnorm[r], params.head_dim);
-      write_row(grads.grad_query, params.dtype, (first_row + r) * params.head_dim, grad, params.head_dim);
+      write_row(grads.grad_query, params.dtype, (first_index + r) * params.head_dim, grad, params.head_dim);
     }
   }
 };

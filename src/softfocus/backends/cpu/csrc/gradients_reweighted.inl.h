@@ -151,7 +151,7 @@ inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowV
   int64_t start = list_start[list_index(r, start_k)], n = list_length[list_index(r, start_k)],
           width = block.padded_value_dim;
   const float *da = grad_weights_of_lists() + start, *u_list = list_u + start;
-  const uint8_t* key = list_keys + start;
+  const uint8_t* keys = list_keys + start;
   float grad_phi[BLOCK_K + W], a[BLOCK_K + W];  // whole vectors, past the end of the list
   RowBlock<Phi>::with_powers(block.power[r], [&](auto powers) {
     // Entries after the list's end are computed but not used.
@@ -167,11 +167,11 @@ inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowV
             u_pm1 * (load(da + e) - delta[r] - delta_error[r]) * (power_over_sum[r] * block.inverse_spread[r]));
     }
   });
-  for (int64_t e = 0; e < n; ++e) to[key[e]] = grad_phi[e];
+  for (int64_t e = 0; e < n; ++e) to[keys[e]] = grad_phi[e];
   if (block.params.laser)
-    scatter_add</*LASER=*/true>(incoming_grad + r * width, width, n, key, a, v, grad_values);
+    scatter_add</*LASER=*/true>(incoming_grad + r * width, width, n, keys, a, v, grad_values);
   else
-    scatter_add</*LASER=*/false>(incoming_grad + r * width, width, n, key, a, v, grad_values);
+    scatter_add</*LASER=*/false>(incoming_grad + r * width, width, n, keys, a, v, grad_values);
 }
 
 // Turns g * inverse_spread of a row into dL/ds: adds minus_mean_grad, multiplies by phi'(s), adds

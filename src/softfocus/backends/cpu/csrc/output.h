@@ -146,8 +146,9 @@ class BlockOutput {
     });
   }
 
-  // In decoding a query head reads each value once, and therefore in place, in every dtype. The
-  // backward of such a call packs the values.
+  // In decoding a query head reads each value once, and therefore in place, in every dtype. There
+  // are two exceptions: LASER, which multiplies e^(V - M), and a head with a non-finite value,
+  // which counts as 0. For these, and outside decoding, prepare_tile_operand() gives float rows.
   static bool values_in_place(const RowBlock<Phi>& block) {
     const Params& params = block.params;
     return !block.key_data->packed && !params.laser && block.key_data->nonfinite_values.empty() &&

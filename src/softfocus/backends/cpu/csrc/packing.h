@@ -86,8 +86,8 @@ inline void transpose_rows(const float* rows, int64_t row_stride, int64_t width,
     if (d + W <= width) {
       transpose_square(rows + d, row_stride, panel + d * PANEL, PANEL);
     } else {
-      for (int64_t e = d; e < width; ++e)
-        for (int64_t t = 0; t < W; ++t) panel[e * PANEL + t] = rows[t * row_stride + e];
+      for (int64_t dim = d; dim < width; ++dim)
+        for (int64_t t = 0; t < W; ++t) panel[dim * PANEL + t] = rows[t * row_stride + dim];
     }
   }
 }

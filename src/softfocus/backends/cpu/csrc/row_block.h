@@ -227,10 +227,10 @@ class RowBlock : public BlockVisibility {
   template <typename F>
   static void with_powers(float p, F&& f) {
     if (p >= 1 && p <= SQUARING_LIMIT && p == int64_t(p))
-      f([e = int64_t(p) - 1](vfloat u, vfloat& u_p, vfloat& u_pm1) {
+      f([exponent = int64_t(p) - 1](vfloat u, vfloat& u_p, vfloat& u_pm1) {
         vfloat square = u;
         u_pm1 = splat(1.0f);
-        for (int64_t bits_left = e; bits_left; bits_left >>= 1) {
+        for (int64_t bits_left = exponent; bits_left; bits_left >>= 1) {
           if (bits_left & 1) u_pm1 = u_pm1 * square;
           square = square * square;
         }
@@ -270,22 +270,22 @@ class RowBlock : public BlockVisibility {
     vfloat limit = splat(live_threshold[r]);
     auto to_u = phi_to_u(r);
     with_row_phi(r, [&](auto phi) {
-      vint key = lane_index() + int32_t(strip_keys.begin - start_k);
-      for (int64_t j = strip_keys.begin; j < strip_keys.end; j += W, key += W) {
+      vint t = lane_index() + int32_t(strip_keys.begin - start_k);
+      for (int64_t j = strip_keys.begin; j < strip_keys.end; j += W, t += W) {
         vfloat x = to_u(phi.of_stored(load(row + j)));
 #if defined(__AVX512F__)
         __mmask16 live = _mm512_cmp_ps_mask((__m512)x, (__m512)limit, _CMP_NLE_UQ);  // true for NaN
         if constexpr (DROPOUT) x = dropout.dropped(r, j) ? -x : x;
         _mm512_storeu_ps(u + n_live, _mm512_maskz_compress_ps(live, (__m512)x));
         _mm_storeu_si128((__m128i*)(keys + n_live),
-                         _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(live, (__m512i)key)));
+                         _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(live, (__m512i)t)));
         n_live += __builtin_popcount(live);
 #else
         vint not_live = x <= limit;
         if constexpr (DROPOUT) x = dropout.dropped(r, j) ? -x : x;
         for (int i = 0; i < W; ++i) {
           u[n_live] = x[i];
-          keys[n_live] = uint8_t(key[i]);
+          keys[n_live] = uint8_t(t[i]);
           n_live += not_live[i] == 0;
         }
 #endif

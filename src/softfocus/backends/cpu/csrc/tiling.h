@@ -5,13 +5,15 @@
 //   BLOCK_Q rows   [    tile    ] [    tile    ] ...    strip:  MR rows of a block or a tile
 //                                                       panel:  PANEL keys or values, transposed
 //
-// One loop keeps [MR, PANEL] sums in registers. W floats are a vector (vector.h); ranges of keys
-// are whole vectors.
+// One loop keeps up to [MR, PANEL] sums in registers. W floats are a vector (vector.h). A KeyRange
+// is whole vectors.
 //
 // In a block start_k and j are offsets from key_begin; t counts the keys of a tile, of a range, or
 // of the W keys that are transposed or read together, from the first. r is a row, counted from
-// start_q; d a dimension; e an entry of a list. first_key, stop_key, key and start_q are indices
-// into the tensor. Keys of a list are counted from their tile's first.
+// start_q; d a dimension; e an entry of a list. key, first_key, stop_key, start_q, and the limits
+// key_begin, window_begin, strip_begin and their ends are indices into the tensor. A KeyRange is in
+// offsets. Any other range, [begin, end) or [start, stop), is counted as the variable that runs
+// over it. Keys of a list are counted from their tile's first.
 #pragma once
 
 #include "vector.h"
@@ -35,9 +37,10 @@ constexpr int64_t BLOCK_K = 128;
 // MR at a time.
 constexpr int64_t TILE_STRIDE = BLOCK_K + W;
 // The forward of a call of at most this many queries is called decoding. It packs neither keys nor
-// values, and reads both in place where their rows are contiguous. Its rows fit one strip, so that
-// each query head reads every key once. The backward of such a call packs both, as that of any
-// other. One query was measured; the limit itself was not.
+// values. It reads keys in place where their rows are contiguous, and values, too, with the
+// exceptions of BlockOutput::values_in_place(). Its rows fit one strip, so that each query head
+// reads every key once. The backward of such a call is that of any other: it packs the keys. One
+// query was measured; the limit itself was not.
 constexpr int64_t DECODE_QUERIES = 4;
 
 static_assert(DECODE_QUERIES <= MR, "the rows of a decoding call fit one strip");

@@ -46,7 +46,8 @@ inline void read_masks(const Params& params, int64_t b, int64_t h, int64_t query
   }
 }
 
-// Keys [begin, end) as offsets j; both multiples of W. An empty range may have begin > end.
+// Keys [begin, end) as offsets j, not indices into the tensor; both multiples of W. An empty range
+// may have begin > end.
 struct KeyRange {
   int64_t begin, end;
   bool empty() const { return begin >= end; }
@@ -72,10 +73,11 @@ class BlockVisibility {
   int64_t key_begin = 0, key_end = 0;
   // Elements from one row to the next of `visible` and of RowGradients::exact_terms
   int64_t row_stride = 0;
-  int64_t max_rows = 0;                                // the most rows of a block; a multiple of MR
-  int64_t max_row_stride = 0;                          // the largest row_stride of a block
-  int64_t window_begin[BLOCK_Q], window_end[BLOCK_Q];  // the keys that the window lets each row see
-  float count[BLOCK_Q];                                // N_i
+  int64_t max_rows = 0;        // the most rows of a block; a multiple of MR
+  int64_t max_row_stride = 0;  // the largest row_stride of a block
+  // The keys that the window lets each row see, as indices into the tensor
+  int64_t window_begin[BLOCK_Q], window_end[BLOCK_Q];
+  float count[BLOCK_Q];  // N_i
   // N_i = 0; true for the rows from n_rows to padded_rows(), too, which every pass skips by it
   bool fully_masked[BLOCK_Q];
 
@@ -144,7 +146,8 @@ class BlockVisibility {
   Buffer<uint8_t> visible;  // [max_rows, row_stride], where masks are given
 
  private:
-  // The keys that the window lets at least one row of a strip see, except fully masked rows
+  // The keys that the window lets at least one row of a strip see, except fully masked rows; as
+  // indices into the tensor
   int64_t strip_begin[BLOCK_Q / MR], strip_end[BLOCK_Q / MR];
   std::vector<uint8_t> tile_masks;  // [tiles], TileMask of each
 

@@ -30,7 +30,9 @@ LASER's marked rows all are 0 but PRODUCT_SCALE, ROW_BIAS and SHIFT. In key_grad
 loads the marks: in the other variant these rows add nothing, and no load waits for their marks.
 """
 EXACT_MEAN_GRAD, EXACT_DELTA = tl.constexpr(9), tl.constexpr(10)
-"""MEAN_GRAD and DELTA of the marked rows."""
+"""Of the marked rows: o_i times the mean of dL/df, and delta. dL/df has all factors of the row,
+while the g of MEAN_GRAD lacks those of ``grad_factor`` (``weighting.GradientRow``).
+"""
 
 
 @triton.jit

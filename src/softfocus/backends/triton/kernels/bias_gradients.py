@@ -53,7 +53,7 @@ def bias_gradients(
                 # [BLOCK_Q, BLOCK_DV]: the gradient of the weighted sum, dL/d(A V) or LASER's
                 # dL/d(A e^V), not used by EXACT
                 incoming_tile = loading.load_like_out(incoming_grad, inputs, b, h, q_offsets, tiling)
-                # mean_grad, row_bias, the fields of row, count, scale, query_rnorm and
+                # mean_grad, row_bias, the fields of row, count, scale_in_unit, query_rnorm and
                 # product_scale [BLOCK_Q]; the fields of exact [BLOCK_Q, 1]. The row vector
                 # PRODUCT_SCALE is not used: query_operand scales the queries here and returns the
                 # same factor
@@ -61,12 +61,12 @@ def bias_gradients(
                     row_vectors, algebra, b, h, q_offsets, active, EXACT
                 )
                 count = masking.visible_count(masks, inputs, b, h, q_offsets)
-                scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
+                scale_in_unit = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
                 if EXACT:
                     exact = laser.exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, row.delta)
                     exact = laser.expanded(exact, KEY_AXIS=1)
                 query_rnorm = scoring.load_query_rnorm(inputs, algebra, b, h, q_offsets)
-                query, product_scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
+                query, product_scale = scoring.query_operand(query, query_rnorm, scale_in_unit, inputs, algebra)
                 start, _full_start, _full_stop, stop = masking.key_tile_range(masks, inputs, tiling, b, q_block)
                 if EXACT:
                     stop = tl.where(tl.max(active.to(tl.int32)) > 0, stop, start)

@@ -30,9 +30,9 @@ STATS = tl.constexpr(4)
 STAT_MAX, STAT_F_SUM, STAT_POWER_SUM, STAT_MARK = (tl.constexpr(n) for n in range(4))
 """Indices of these vectors: largest score, sum of f (``Phi.f``), sum u^p, and LASER's marks."""
 SCORES_AT_ONCE = tl.constexpr(512)
-"""Scores that a program turns into weights at once: four per thread of 128. It must be at least the
-number of threads. Otherwise several threads hold the same score, and one may store its result over
-a score that another has not loaded: no barrier lies between the load and the store.
+"""Scores that a program turns into numerators at once: four per thread of 128. It must be at least
+the number of threads. Otherwise several threads hold the same score, and one may store its result
+over a score that another has not loaded: no barrier lies between the load and the store.
 """
 LOADED_AT_ONCE = tl.constexpr(8)
 """Splits whose results are loaded before the first is used. One at a time would wait for memory as
@@ -143,13 +143,13 @@ def statistics(
     first_tile, stop_tile = _split_tiles(inputs, masks, b, tiling)
     _store_products(inputs, algebra, b, h, scores, first_tile, stop_tile, STAGES, tiling)
     tl.debug_barrier()
-    # row_heads, q_offsets, count, scale, row_bias, query_rnorm and the statistics [ROWS_STORED]
+    # All vectors up to the loop are [ROWS_STORED]
     count = masking.visible_count(masks, inputs, b, row_heads, q_offsets)
-    scale = scoring.score_scale(inputs, algebra, count, row_heads) * algebra.phi.score_unit
+    product_scale = scoring.score_scale(inputs, algebra, count, row_heads) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
     if algebra.cosine:
         query_rnorm = loading.load_column(inputs.query_rnorm, b, row_heads, q_offsets, inputs.query_length)
-        scale = scale * norms.mantissa_of(query_rnorm)
+        product_scale = product_scale * norms.mantissa_of(query_rnorm)
     row_max, smallest_scaled_dot, shift, f_sum = _initial_statistics(ROWS_STORED)
     f_sum_error = f_sum  # 0: what additions to f_sum have rounded off so far (``forward.two_sum``)
     end_key = stop_tile * tiling.BLOCK_K
@@ -161,7 +161,7 @@ def statistics(
         key_rnorm = tl.full([1, 1], 1.0, tl.float32)  # the dot products include 1 / |k|
         s, _visible, scaled_dots = scoring.tile_scores(
             dots, inputs, algebra, masks, b, row_heads[:, None], q_offsets[:, None], k_offsets[None, :],
-            scale[:, None], key_rnorm, row_bias[:, None], IS_PARTIAL=True,
+            product_scale[:, None], key_rnorm, row_bias[:, None], IS_PARTIAL=True,
         )  # fmt: skip
         s, scaled_dots = tl.where(mask, s, float("-inf")), tl.where(mask, scaled_dots, 0.0)
         _f, row_max, smallest_scaled_dot, shift, f_sum, f_sum_error, _rescale = forward.online_statistics(
@@ -191,8 +191,8 @@ def statistics(
 def weights(
     inputs, algebra, masks, split_stats, split_accs, scores, ROWS_STORED: tl.constexpr, STAGES: tl.constexpr, tiling
 ):
-    """The second kernel, for re-weighted rows alone. It replaces scores by the numerators u^p, and
-    stores STAT_POWER_SUM, STAT_MARK and the weighted values of a split.
+    """The second kernel, for re-weighted rows alone. It replaces scores by the numerators u^p;
+    ``combine`` divides by their sum. It stores STAT_POWER_SUM, STAT_MARK and the weighted values.
     """
     splits, split = tl.num_programs(0), tl.program_id(0)
     b, h, row_heads, q_offsets = _query_rows(inputs, ROWS_STORED)
@@ -281,7 +281,7 @@ def _sum_values(
     inputs, algebra, masks, b, h, split_stats, split_accs, scores, first_tile, stop_tile, ROWS_STORED: tl.constexpr,
     STAGES: tl.constexpr, tiling
 ):  # fmt: skip
-    """Stores the weighted values of a split (the sum of weights times values), and LASER's marks.
+    """Stores a split's weighted values, the sum of numerators times values, and LASER's marks.
 
     If a sum is non-finite, or a value too large for LASER, the split is summed again, and every
     value is checked (CAREFUL).
@@ -293,7 +293,7 @@ def _sum_values(
     needs_exact = tl.zeros([tiling.BLOCK_Q], tl.float32) > 0.0
     # It stays 0: only full tiles set it, and every tile counts as partial here
     has_large_value = tl.zeros([tiling.BLOCK_K], tl.float32)
-    # For a single row: weights times values, summed over the keys at the end
+    # For a single row: numerators times values, summed over the keys at the end
     product_sums = tl.zeros([tiling.BLOCK_K, tiling.BLOCK_DV], tl.float32)
     # For LASER, the largest |v| so far. The split is summed again if any |v| exceeds LARGE_VALUE.
     # Absolute values, because v = -inf gives e^v = 0 and leaves no trace in the sums
@@ -335,7 +335,7 @@ def _sum_values(
             # acc [BLOCK_Q, BLOCK_DV], product_sums [BLOCK_K, BLOCK_DV]
             if tiling.BLOCK_Q > 1:
                 acc += products.dot_weights(numerator, value, algebra, tiling)
-            elif CAREFUL:  # a single row is multiplied in float32; its weights are not rounded
+            elif CAREFUL:  # a single row is multiplied in float32; its numerators are not rounded
                 acc += products.dot(numerator, value, tiling)
             else:
                 product_sums += tl.trans(numerator) * value.to(tl.float32)

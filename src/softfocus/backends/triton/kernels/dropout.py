@@ -39,7 +39,8 @@ def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, KEY_AXIS: tl.conste
         # [Q, SPANS * SPAN_COUNTERS, part, word, pair], or [SPANS * SPAN_COUNTERS, Q, ...]: each
         # tl.join appends an axis. A part is the lower or the upper 16 bits, and the pairs of words
         # are (w, x) and (y, z). The last axes are brought into the order of the columns:
-        # column in tile = span * SPAN_KEYS + (4 pair + 2 word + part) * SPAN_COUNTERS + lane
+        # column in tile = span * SPAN_KEYS + (4 pair + 2 word + part) * SPAN_COUNTERS + lane,
+        # where the lane is the counter's place in its span
         keep = tl.join(low, high)
         if KEY_AXIS == 1:
             keep = keep.reshape(keep.shape[0], SPANS, SPAN_COUNTERS, 2, 2, 2).permute(0, 1, 5, 4, 3, 2)

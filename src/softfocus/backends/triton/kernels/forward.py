@@ -19,11 +19,12 @@ def forward(inputs, algebra, masks, outputs, tiling):
     q_offsets = block * tiling.BLOCK_Q + tl.arange(0, tiling.BLOCK_Q)  # [BLOCK_Q]
     row_heads = tl.zeros_like(q_offsets) + h
     query = loading.load_queries(inputs, b, h, q_offsets, tiling)  # [BLOCK_Q, BLOCK_D]
-    count = masking.visible_count(masks, inputs, b, h, q_offsets)  # [BLOCK_Q], as scale, row_bias and query_rnorm
-    scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
+    # [BLOCK_Q], as scale_in_unit, row_bias, query_rnorm and product_scale
+    count = masking.visible_count(masks, inputs, b, h, q_offsets)
+    scale_in_unit = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
     query_rnorm = scoring.load_query_rnorm(inputs, algebra, b, h, q_offsets)
-    query, product_scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
+    query, product_scale = scoring.query_operand(query, query_rnorm, scale_in_unit, inputs, algebra)
     tile_range = masking.key_tile_range(masks, inputs, tiling, b, block)
 
     # The statistics so far, [BLOCK_Q]
@@ -174,6 +175,8 @@ def value_operand_and_checks(
     the product makes ``acc`` non-finite in every row, and ``store_results`` makes it NaN.
 
     Args:
+        value: [BLOCK_K, BLOCK_DV], a tile of ``inputs.value_operand``: values, or LASER's e^V where
+            ``inputs.value_flags`` is given.
         numerator: [BLOCK_Q, BLOCK_K], or None.
         row_heads: the query heads of the rows, [BLOCK_Q].
         h: any of these heads; they share a key head.
@@ -200,6 +203,8 @@ def value_operand_and_checks(
                 needs_exact = needs_exact | (tl.max((meets & large[None, :]).to(tl.int32), 1) > 0)
             if nonfinite:
                 acc = _with_nonfinite(acc, meets, inputs, b, h, k_offsets, tiling)
+                # The operand must be finite: 0, or 1 where e^V is computed below. Rows that do not
+                # meet it have the numerator 0, and acc of the others is NaN
                 value = products.finite_or_zero(value)
     elif algebra.laser:
         key_flags = laser.load_flags(value, inputs, b, h, k_offsets)
@@ -295,9 +300,7 @@ def _needs_exact(acc, numerator_sum, f_sum, needs_exact, has_large_value, dv_off
 
 @triton.jit
 def _normalised(acc, numerator_sum, inputs, algebra, count, b):
-    """acc [BLOCK_Q, BLOCK_DV], divided by the sum of the weights or multiplied by the row's
-    factor.
-    """
+    """acc [BLOCK_Q, BLOCK_DV], divided by numerator_sum or multiplied by the row's factor."""
     if algebra.reweighted or algebra.normaliser == "l1":
         if algebra.phi.has_zeros:  # the reciprocal of a small sum of such phi may overflow
             divisor = tl.where(numerator_sum == 0.0, 1.0, numerator_sum)[:, None]

@@ -52,7 +52,8 @@ def key_gradients(
     tile_range = masking.query_tile_range(masks, inputs, tiling, block)
     # sum_i dL/ds_ij c_i q_i, with cosine sum_i dL/ds_ij c_i q_i / |q_i|
     key_sum = tl.zeros([tiling.BLOCK_K, tiling.BLOCK_D], tl.float32)
-    value_sum = tl.zeros([tiling.BLOCK_K, tiling.BLOCK_DV], tl.float32)  # sum_i A_ij incoming_tile_i
+    # sum_i A_ij incoming_tile_i, in EXACT sum_i ``laser._term``, which is dL/dV
+    value_sum = tl.zeros([tiling.BLOCK_K, tiling.BLOCK_DV], tl.float32)
     for head_of_group in range(inputs.group):
         h = first_head + head_of_group
         for IS_PARTIAL in tl.static_range(1, -1, -1):  # partial tiles first; any order would do

@@ -17,12 +17,14 @@ from softfocus.backends.triton.kernels import loading, masking, products, scorin
 from softfocus.backends.triton.kernels.pointwise import LOG2E
 
 LARGE_VALUE = tl.constexpr(30.0)
-"""Larger values are clamped, and rows that see one are marked. Derived, with SMALL_SUM, in
-docs/kernels-cpu.md. e^30 = 1e13 is far from overflow.
-"""
+"""Larger values are clamped, and rows that see one are marked. e^30 = 1e13 is far from overflow."""
 SMALL_SUM = tl.constexpr(1e-12)
 """A row is marked if sum_j r_ij e^V_jd, with the numerators r (f or u^p), is below
 SMALL_SUM max(sum_j r_ij, 1) in some column d.
+
+Both limits follow from underflow. A weight below 1e-38 underflows. On a value up to LARGE_VALUE it
+would add at most 1e-38 e^30 = 1e-25 to the sum. Half a million such keys add 5e-20, less than the
+rounding of a sum of 1e-12, 6e-20.
 """
 SINGLE_KEY = tl.constexpr(2.0)
 """The mark of a marked row in which one key has all the weight. The mark of other marked rows is 1,
@@ -150,19 +152,20 @@ def load_marks(saved, inputs, b, h, q_offsets):
 
 
 @triton.jit
-def expanded(row, KEY_AXIS: tl.constexpr):
+def expanded(exact, KEY_AXIS: tl.constexpr):
     """The vectors [BLOCK_Q] as [BLOCK_Q, 1] or [1, BLOCK_Q]. KEY_AXIS: the keys' axis, 1 or 0."""
     return ExactRow(
-        tl.expand_dims(row.shift, KEY_AXIS), tl.expand_dims(row.f_sum, KEY_AXIS),
-        tl.expand_dims(row.threshold, KEY_AXIS), tl.expand_dims(row.inverse_spread, KEY_AXIS),
-        tl.expand_dims(row.tied, KEY_AXIS), tl.expand_dims(row.power_sum, KEY_AXIS),
-        tl.expand_dims(row.delta, KEY_AXIS), tl.expand_dims(row.single_key, KEY_AXIS),
+        tl.expand_dims(exact.shift, KEY_AXIS), tl.expand_dims(exact.f_sum, KEY_AXIS),
+        tl.expand_dims(exact.threshold, KEY_AXIS), tl.expand_dims(exact.inverse_spread, KEY_AXIS),
+        tl.expand_dims(exact.tied, KEY_AXIS), tl.expand_dims(exact.power_sum, KEY_AXIS),
+        tl.expand_dims(exact.delta, KEY_AXIS), tl.expand_dims(exact.single_key, KEY_AXIS),
     )  # fmt: skip
 
 
 @triton.jit
-def log_weights(s, row, inputs, algebra, h):
+def log_weights(s, exact, inputs, algebra, h):
     """log A and log u of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K, BLOCK_Q], -inf where A or u is 0.
+    ``exact`` is the ``ExactRow`` of its rows, ``expanded`` to broadcast to the tile.
 
     A may underflow, and its logarithm is therefore a difference of logarithms: log phi - log Z, or
     in re-weighted rows p log u - log sum u^p. Where the threshold is not 0, log u is computed from
@@ -171,26 +174,26 @@ def log_weights(s, row, inputs, algebra, h):
     computed from log phi. In tied rows, and without re-weighting, the second result is arbitrary:
     the callers use it for the gradient of the power alone.
     """
-    f = algebra.phi.f(s, row.shift, algebra)
-    log_f = algebra.phi.log(s, row.shift, f)
-    log_weight = log_f - tl.log(row.f_sum)  # l1 weights: without re-weighting, and in tied rows
+    f = algebra.phi.f(s, exact.shift, algebra)
+    log_f = algebra.phi.log(s, exact.shift, f)
+    log_weight = log_f - tl.log(exact.f_sum)  # l1 weights: without re-weighting, and in tied rows
     log_u = log_weight  # not used without re-weighting, but Triton needs the name
     if algebra.reweighted:
-        u = weighting.phi_to_u(f, row.threshold, row.inverse_spread, algebra)
+        u = weighting.phi_to_u(f, exact.threshold, exact.inverse_spread, algebra)
         log_u = tl.where(u > 0.0, tl.log(tl.where(u > 0.0, u, 1.0)), float("-inf"))
-        log_u = tl.where(row.threshold == 0.0, log_f + tl.log(row.inverse_spread), log_u)
-        log_reweighted = weighting.head_power(inputs, algebra, h) * log_u - tl.log(row.power_sum)
+        log_u = tl.where(exact.threshold == 0.0, log_f + tl.log(exact.inverse_spread), log_u)
+        log_reweighted = weighting.head_power(inputs, algebra, h) * log_u - tl.log(exact.power_sum)
         # A learned power may be 0, and 0 * -inf is NaN
         log_reweighted = tl.where(log_u == float("-inf"), float("-inf"), log_reweighted)
-        log_weight = tl.where(row.tied, log_weight, log_reweighted)
+        log_weight = tl.where(exact.tied, log_weight, log_reweighted)
     return log_weight, log_u
 
 
 @triton.jit
-def gradients_of_marked(s, weighted_grad, row, inputs, algebra, h):
+def gradients_of_marked(s, weighted_grad, exact, inputs, algebra, h):
     """dL/d(log r) = A (dL/dA - delta), dL/df and phi' of a tile [BLOCK_Q, BLOCK_K], or [BLOCK_K,
-    BLOCK_Q], from scores and ``weighted_grad`` = A dL/dA. r is the numerator, f or u^p. dL/df is
-    that before mean_grad is subtracted.
+    BLOCK_Q], from scores, ``weighted_grad`` = A dL/dA and the ``expanded`` ``ExactRow``. r is the
+    numerator, f or u^p. dL/df is that before mean_grad is subtracted.
 
     It does the work of ``weighting.weights_and_gradients``, but from A dL/dA, which is finite even
     where A underflows and dL/dA overflows. Up to a factor of the row, which no derivative of log r
@@ -207,21 +210,23 @@ def gradients_of_marked(s, weighted_grad, row, inputs, algebra, h):
     so that their product is still dL/ds. They may take this form because no mean_grad is subtracted
     from the second: mean_grad is 0 in rows without a threshold.
     """
-    f = algebra.phi.f(s, row.shift, algebra)
+    f = algebra.phi.f(s, exact.shift, algebra)
     # derivative includes phi_unit here, unlike in weights_and_gradients
-    derivative = algebra.phi.derivative(s, row.shift, algebra) * algebra.phi.phi_unit
-    weight = f / row.f_sum
+    derivative = algebra.phi.derivative(s, exact.shift, algebra) * algebra.phi.phi_unit
+    weight = f / exact.f_sum
     above_threshold = f
     power = 1.0
     tiny_below = RELU_TINY_BELOW if algebra.phi.has_zeros else TINY_BELOW
     if algebra.reweighted:
         # Above a threshold f - threshold is 0 or at least one ulp of f: f needs no such limit
-        tiny_below = tl.where(row.tied | (row.threshold == 0.0), tiny_below, 0.0)
-        u = weighting.phi_to_u(f, row.threshold, row.inverse_spread, algebra)
-        weight = tl.where(row.tied, weight, weighting.u_to_the_power(u, inputs, algebra, h, MINUS=0) / row.power_sum)
-        above_threshold = tl.where(row.tied, f, tl.maximum(f - row.threshold, 0.0))
-        power = tl.where(row.tied, 1.0, weighting.head_power(inputs, algebra, h))
-    grad_log_numerator = tl.where(row.single_key, 0.0, weighted_grad - weight * row.delta)
+        tiny_below = tl.where(exact.tied | (exact.threshold == 0.0), tiny_below, 0.0)
+        u = weighting.phi_to_u(f, exact.threshold, exact.inverse_spread, algebra)
+        weight = tl.where(
+            exact.tied, weight, weighting.u_to_the_power(u, inputs, algebra, h, MINUS=0) / exact.power_sum
+        )
+        above_threshold = tl.where(exact.tied, f, tl.maximum(f - exact.threshold, 0.0))
+        power = tl.where(exact.tied, 1.0, weighting.head_power(inputs, algebra, h))
+    grad_log_numerator = tl.where(exact.single_key, 0.0, weighted_grad - weight * exact.delta)
     tiny = above_threshold <= tiny_below
     grad_f = grad_log_numerator * power / tl.where(tiny, 1.0, above_threshold)
     # A key below the threshold has above_threshold = 0 and grad_log_numerator = 0. It must keep
@@ -305,20 +310,21 @@ def exact_forward(inputs, algebra, masks, outputs, tiling):
     if tl.max(marked.to(tl.int32)) == 0:
         return
     query = loading.load_queries(inputs, b, h, q_offsets, tiling)  # [BLOCK_Q, BLOCK_D]
-    # count, scale, row_bias and query_rnorm [BLOCK_Q]; the fields of row [BLOCK_Q, 1]
+    # count, scale_in_unit, row_bias, query_rnorm, product_scale [BLOCK_Q]; the fields of exact
+    # [BLOCK_Q, 1]
     count = masking.visible_count(masks, inputs, b, h, q_offsets)
-    row = exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, delta=tl.zeros_like(count))
-    row = expanded(row, KEY_AXIS=1)
-    scale = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
+    exact = exact_row(outputs.saved, inputs, algebra, count, b, h, q_offsets, delta=tl.zeros_like(count))
+    exact = expanded(exact, KEY_AXIS=1)
+    scale_in_unit = scoring.score_scale(inputs, algebra, count, h) * algebra.phi.score_unit
     row_bias = scoring.row_bias_of(inputs, algebra, count, b)
     query_rnorm = scoring.load_query_rnorm(inputs, algebra, b, h, q_offsets)
-    query, product_scale = scoring.query_operand(query, query_rnorm, scale, inputs, algebra)
+    query, product_scale = scoring.query_operand(query, query_rnorm, scale_in_unit, inputs, algebra)
     tile_range = masking.key_tile_range(masks, inputs, tiling, b, block)
     # The largest log A + v of each row and column, the sum of e^(log A + v - running_max), and the
     # number of keys with a weight above 0
     running_max = tl.full([tiling.BLOCK_Q, tiling.BLOCK_DV], float("-inf"), tl.float32)
     total = tl.zeros([tiling.BLOCK_Q, tiling.BLOCK_DV], tl.float32)
-    live_count = tl.zeros([tiling.BLOCK_Q], tl.float32)
+    weighted_count = tl.zeros([tiling.BLOCK_Q], tl.float32)
     for IS_PARTIAL in tl.static_range(1, -1, -1):  # partial tiles first; any order would do
         for n in range(masking.tile_count(masks.key_tiles, tile_range, b, h, block, IS_PARTIAL)):
             k_offsets = scoring.key_offsets(masks, tile_range, b, h, block, n, IS_PARTIAL, tiling)  # [BLOCK_K]
@@ -326,9 +332,9 @@ def exact_forward(inputs, algebra, masks, outputs, tiling):
             _key, _rnorm, s, visible, _scaled_dots = scoring.scores_of_keys(
                 query, inputs, algebra, masks, b, h, q_offsets, k_offsets, product_scale, row_bias, IS_PARTIAL, tiling
             )
-            log_weight, _log_u = log_weights(s, row, inputs, algebra, h)  # [BLOCK_Q, BLOCK_K]
+            log_weight, _log_u = log_weights(s, exact, inputs, algebra, h)  # [BLOCK_Q, BLOCK_K]
             log_weight = tl.where(visible, log_weight, float("-inf"))
-            live_count += tl.sum(tl.where(log_weight > float("-inf"), 1.0, 0.0), 1)
+            weighted_count += tl.sum(tl.where(log_weight > float("-inf"), 1.0, 0.0), 1)
             for c in range(inputs.value_dim):
                 # value [BLOCK_K]: column c
                 pointers = loading.key_pointers(inputs.value, inputs, b, h, k_offsets) + c * inputs.value.stride_d
@@ -338,7 +344,7 @@ def exact_forward(inputs, algebra, masks, outputs, tiling):
                 value = products.finite_or_zero(value)[None, :]  # [1, BLOCK_K]
                 this_column = dv_offsets[None, :] == c  # [1, BLOCK_DV]
                 # old_max, new_max, base, rescale, tile_sum [BLOCK_Q]. base is new_max, but 0 if no
-                # key was live, because -inf - -inf is NaN
+                # key had weight, because -inf - -inf is NaN
                 old_max = tl.max(tl.where(this_column, running_max, float("-inf")), 1)
                 new_max = tl.maximum(old_max, tl.max(log_weight + value, 1))
                 base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -346,7 +352,7 @@ def exact_forward(inputs, algebra, masks, outputs, tiling):
                 tile_sum = tl.sum(tl.exp(log_weight + (value - base[:, None])), 1) + nonfinite
                 total = tl.where(this_column, total * rescale[:, None] + tile_sum[:, None], total)
                 running_max = tl.where(this_column, new_max[:, None], running_max)
-    marks = tl.where(live_count == 1.0, SINGLE_KEY, 1.0)
+    marks = tl.where(weighted_count == 1.0, SINGLE_KEY, 1.0)
     loading.store_vector(outputs.saved, b, h, q_offsets, loading.MARK, marks, marked)
     row_heads, log_total = tl.zeros_like(q_offsets) + h, tl.log(total)
     rounded = (running_max + log_total).to(outputs.out.pointer.dtype.element_ty)

@@ -188,7 +188,7 @@ def load_bf16_unit_keys(inputs, b, h, k_offsets, IS_PARTIAL: tl.constexpr, tilin
 
 @triton.jit
 def load_value_operand(inputs, b, h, k_offsets, IS_PARTIAL: tl.constexpr, tiling):
-    """Values, or LASER's e^V, [BLOCK_K, BLOCK_DV]."""
+    """A tile of ``Inputs.value_operand`` [BLOCK_K, BLOCK_DV]: values, or LASER's e^V."""
     return load_tile(
         inputs.value_operand, inputs, b, h, k_offsets, inputs.value_dim, tiling.BLOCK_DV, IS_PARTIAL, tiling
     )

@@ -73,9 +73,9 @@ def scaled_operand(x, rnorm):
     """x [R, C] scaled by powers of two to norms in (1/2, 1], and the rest of 1 / |x|, its mantissa
     [R].
 
-    The forward and query_gradients scale the query alone. |q.k| is then at most |k|, and overflows
-    only if |k| >= 2^128 (docs/numerics.md). key_gradients loads scaled queries and scales its
-    keys, too. In float16 query_gradients scales keys for the product with the gradient.
+    For the scores all kernels but key_gradients scale the query alone. |q.k| is then at most |k|,
+    and overflows only if |k| >= 2^128 (docs/numerics.md). key_gradients loads scaled queries and
+    scales its keys, too. In float16 query_gradients scales keys for the product with the gradient.
 
     Powers of two scale exactly, so that all kernels compute the same score. Exception: float16
     rounds entries that become subnormal.

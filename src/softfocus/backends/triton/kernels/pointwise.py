@@ -26,11 +26,11 @@ from softfocus.backends.triton.arguments import Phi
 
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 SHIFT_BELOW = tl.constexpr(-4.0)  # unmeasured
-"""In the score unit. Rows of softplus and sigmoid whose scores are all below it have a shift, since
+"""In units of log 2. Rows of softplus and sigmoid whose scores are all below it have a shift, since
 their phi may underflow. phi(-4 log 2) is 0.06, which every dtype holds.
 """
 LOG_FROM_SCORE_BELOW = tl.constexpr(-100.0)
-"""In the score unit, log 2 for softplus and sigmoid. Where s - shift is below it, phi 2^-shift may
+"""In units of log 2. Where s - shift of softplus or sigmoid is below it, phi 2^-shift may
 underflow, and its log is computed from s. float32 is normal down to 2^-126; the rest is margin.
 """
 MAX_TERMS = tl.constexpr(9)

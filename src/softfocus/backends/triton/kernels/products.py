@@ -87,10 +87,16 @@ def dot_grad_scores(grad_scores, x, algebra, tiling, HAS_ROW_FACTORS: tl.constex
     """The product of dL/ds, as the caller scales it, and x: keys, or queries in key_gradients.
 
     It is [BLOCK_Q, BLOCK_K] times [BLOCK_K, BLOCK_D], or in key_gradients [BLOCK_K, BLOCK_Q] times
-    [BLOCK_Q, BLOCK_D]. In a float16 call callers also multiply by the mantissa of 1 / |k|
-    (query_gradients with cosine; below 2), or, without re-weighting, by the two factors of
-    key_gradients._float16_safe_factors (each below 2). Other calls multiply by the whole factors. A
-    float16 call multiplies in tf32 in three cases:
+    [BLOCK_Q, BLOCK_D]. What grad_scores includes:
+
+    * query_gradients: grad_phi phi' 2^-shift without ``grad_factor``; EXACT's grad_phi includes it.
+      Re-weighted rows have a second product, of phi' 2^-shift alone. With cosine both include
+      1 / |k|, in float16 only its mantissa (below 2). With unit vectors x includes 1 / |k|.
+    * key_gradients: the whole ``grad_factor`` and ``operand_scale``, in float16 only if rows are
+      re-weighted. Otherwise float16 divides each of the two by a power of two, to below 2
+      (``key_gradients._float16_safe_factors``).
+
+    A float16 call multiplies in tf32 in three cases:
 
     * The normaliser is not l1.
     * phi has zeros (the relu family): phi' 2^-shift is huge in a row of tiny scores.

@@ -18,24 +18,26 @@ of a score. finfo.min of float32 and bfloat16, which models write for "hidden", 
 @triton.jit
 def base_scale(inputs, algebra, count):
     """c_i without the head scale [BLOCK_Q]: scale(d) · length_scale."""
-    scale = tl.zeros_like(count) + inputs.scale
+    factor = tl.zeros_like(count) + inputs.scale
     log_n = tl.log(tl.maximum(count, 1.0))
     if algebra.length_scale == "log(N)":
-        scale = scale * log_n
+        factor = factor * log_n
     elif algebra.length_scale == "log512(N)":
-        scale = scale * (log_n / LOG_512)
+        factor = factor * (log_n / LOG_512)
     elif algebra.length_scale != "1":
         tl.static_assert(False, "length_scale is not known")
-    return scale
+    return factor
 
 
 @triton.jit
 def score_scale(inputs, algebra, count, h):
-    """c_i [BLOCK_Q]; h is a head, or the head of each row."""
-    scale = base_scale(inputs, algebra, count)
+    """c_i [BLOCK_Q], in natural units. Times ``score_unit`` it is ``scale_in_unit``. h is a head,
+    or the head of each row.
+    """
+    factor = base_scale(inputs, algebra, count)
     if inputs.head_scale is not None:
-        scale = scale * tl.load(inputs.head_scale + h)
-    return scale
+        factor = factor * tl.load(inputs.head_scale + h)
+    return factor
 
 
 @triton.jit
@@ -61,19 +63,19 @@ def load_query_rnorm(inputs, algebra, b, h, q_offsets):
 
 
 @triton.jit
-def query_operand(query, rnorm, scale, inputs, algebra):
-    """The query operand [BLOCK_Q, BLOCK_D] of the dot products with keys, and the factor [BLOCK_Q]
-    that turns these dot products into scores.
+def query_operand(query, rnorm, scale_in_unit, inputs, algebra):
+    """The query operand [BLOCK_Q, BLOCK_D] of the dot products with keys, and product_scale
+    [BLOCK_Q], which turns these dot products into scores.
 
-    ``scale`` [BLOCK_Q] is c_i in the score unit, ``rnorm`` [BLOCK_Q] is 1 / |q_i|. The factor is
-    ``scale``, with cosine times the mantissa of ``rnorm``. With unit vectors, where
-    ``inputs.unit_key_fp16`` is given, the operand includes the factor, and ``tile_scores`` ignores
-    the returned one. Callers name the factor ``product_scale``.
+    ``scale_in_unit`` [BLOCK_Q] is c_i in the score unit, ``rnorm`` [BLOCK_Q] is 1 / |q_i|.
+    product_scale is ``scale_in_unit``, with cosine times the mantissa of ``rnorm``. With unit
+    vectors, where ``inputs.unit_key_fp16`` is given, the operand includes product_scale, and
+    ``tile_scores`` ignores the returned one.
     """
-    product_scale = scale
+    product_scale = scale_in_unit
     if algebra.cosine:
         query, mantissa = norms.scaled_operand(query, rnorm)
-        product_scale = scale * mantissa
+        product_scale = scale_in_unit * mantissa
     if inputs.unit_key_fp16 is not None:
         query = (query.to(tl.float32) * product_scale[:, None]).to(tl.float16)
     return query, product_scale

@@ -55,9 +55,9 @@ def sum_with_largest_rounded(f_sum, row_max, shift, algebra, dtype):
     """The sum of phi [BLOCK_Q], with its largest term rounded as the product with the values rounds
     it: to ``dtype``, or for LASER in float16 to tf32.
 
-    The product rounds each weight. Where one key dominates a row, its rounding must cancel in
+    The product rounds each f. Where one key dominates a row, its rounding must cancel in
     out = acc / sum: dL/dA - delta, where delta is computed from out, is smaller than that rounding.
-    The sum therefore takes the rounded largest term, too. The roundings of many equal weights do
+    The sum therefore takes the rounded largest term, too. The roundings of many equal f do
     not cancel: out errs by up to half an ulp of ``dtype``, as FlashAttention's does. Only the
     division, and LASER's test for marked rows, use this sum. The saved F_SUM is not rounded so.
     """
@@ -150,8 +150,9 @@ class GradientRow(NamedTuple):
         A = weight_factor u^p
         dL/dphi_s = grad_factor (g - mean_grad),   g = (dL/dA - delta) u^(p-1)
 
-    mean_grad = o_i mean_j g_ij is not a field: query_gradients computes it, from all keys. In a
-    tile, dL/ds = dL/dphi_s phi' 2^-shift. ``Phi.derivative`` returns phi' 2^-shift.
+    This g, and with it mean_grad = o_i mean_j g_ij, lacks the factor p / sum_j u_ij^p of dL/du_ij,
+    which grad_factor includes. mean_grad is not a field: query_gradients computes it, from all
+    keys. In a tile, dL/ds = dL/dphi_s phi' 2^-shift. ``Phi.derivative`` returns phi' 2^-shift.
 
     Attributes:
         shift: of phi, as in the forward; where ``algebra.shift_holds_norm`` the logsumexp, in the
