@@ -9,13 +9,14 @@ from itertools import product
 import pytest
 
 from softfocus.lab.claims.claim import load as load_claim
+from softfocus.lab.claims.results import Results
 from softfocus.lab.claims.results import read as read_claim
 from softfocus.lab.claims.verdict import judge
 from softfocus.lab.evaluate.means import Estimate
 from softfocus.lab.report.points import Cell, Group, cell
 
 from .committed import HERE, RESULTS, ROOT, by_row, claim, encoder_rates, lost_runs, minus, of_seeds
-from .tables import shown, shown_loss, table, tables_of
+from .tables import said, shown, shown_loss, table, tables_of
 
 PAGE = (ROOT / "docs/claims.md").read_text()
 TEXT = " ".join(PAGE.split())
@@ -81,14 +82,35 @@ LAYER_NORM = {
 }  # fmt: skip
 
 
-def layer_norm() -> dict[str, dict[str, Group]]:
-    """Of laser-qk-layer-norm: rows by learning rate, three seeds."""
-    own = {rate: RESULTS / "qk-layer-norm-learning-rates" / rate / "results.json" for rate in ("2e-3", "8e-3")}
-    read = {rate: claim("laser-qk-layer-norm") if rate == "4e-3" else read_claim(own[rate]) for rate in RATES}
+def at_rates(name: str, folder: str) -> dict[str, Results]:
+    """A claim's results by learning rate: its own at 4e-3, the others with that rate set."""
+    own = {rate: RESULTS / folder / rate / "results.json" for rate in ("2e-3", "8e-3")}
+    read = {rate: claim(name) if rate == "4e-3" else read_claim(own[rate]) for rate in RATES}
     assert [one.overrides for one in read.values()] == [
         [f"train.learning_rate={x}"] if x else [] for x in (0.002, 0, 0.008)
     ]
+    assert all([run.info.seed for run in one.of(row)] == [0, 1, 2] for one in read.values() for row in one.rows)
+    return read
+
+
+def layer_norm() -> dict[str, dict[str, Group]]:
+    """Of laser-qk-layer-norm: rows by learning rate, three seeds."""
+    read = at_rates("laser-qk-layer-norm", "qk-layer-norm-learning-rates")
     return {rate: {row: one.group(f"stablelm_{row}") for row in LAYER_NORM} for rate, one in read.items()}
+
+
+NTK = "dynamic NTK"
+
+
+def t6_table() -> str:
+    """T6 with softmax and with LSSAR, and their difference beyond 1x with NTK."""
+    rows = []
+    for rate, one in at_rates("softplus-t6", "t6-learning-rates").items():
+        by = {row: one.group(f"t6_{row}") for row in ("softmax", "lssar")}
+        losses = [shown_loss(cell(group, *HERE)) for group in by.values()]
+        rows.append([rate, *losses, *(said(minus(by, "lssar", "softmax", (float(n), NTK))) for n in (2, 4, 8, 16))])
+    across = (f"LSSAR minus softmax, {n}x with NTK" for n in (2, 4, 8, 16))
+    return table(["rate", "softmax, 1x", "LSSAR, 1x", *across], rows)
 
 
 def layer_norm_table() -> str:
@@ -129,6 +151,7 @@ RATES_OF_LASER = {
 
 
 TABLES = {
+    "t6_rates": t6_table,
     "layer_norm_rates": layer_norm_table,
     "power_rates": lambda: two_by_rates("p", ("softmax", "LSSA"), powers()),
     "depth_rates": lambda: two_by_rates("layers", ("softmax", "LASER"), depths()),
@@ -175,6 +198,23 @@ def test_the_rates_of_the_fine_tuning_are_the_committed_ones(rate):
     laser, softmax, apart, error = said.groups()
     row = f"| {rate} | {softmax} % | {laser} % | {apart} % ± {error} %, {judged.verdict} |"
     assert row in PAGE, row
+
+
+def test_what_is_said_of_t6_at_other_rates():
+    read = at_rates("softplus-t6", "t6-learning-rates")
+    verdicts = [judge(load_claim("softplus-t6"), one)[0].verdict for one in read.values()]
+    assert verdicts == ["inconclusive", "inconclusive", "holds"]
+    by = {rate: {row: one.group(f"t6_{row}") for row in ("softmax", "lssar")} for rate, one in read.items()}
+    losses = {row: [round(cell(by[rate][row], *HERE).loss, 3) for rate in RATES] for row in ("softmax", "lssar")}
+    assert all(min(some) == some[1] for some in losses.values()), "4e-3 is the best for both"
+    assert losses["softmax"][2] - losses["softmax"][1] > 0.5, "much higher"
+    first, second, third = losses["lssar"]
+    assert first == second
+    assert f"it is {first:.3f} at 2e-3 and 4e-3, and {third:.3f} at 8e-3." in TEXT
+    for rate in ("2e-3", "4e-3"):
+        apart = [minus(by[rate], "lssar", "softmax", (float(n), NTK)) for n in (1, 2, 4, 8, 16)]
+        assert [found.sure for found in apart] == [True, False, True, True, True]
+        assert apart[0].value > 0 > max(found.value for found in apart[2:])
 
 
 def test_what_is_said_of_layer_norm_at_other_rates():
@@ -241,4 +281,4 @@ def test_the_rows_that_had_one_rate_are_those_that_no_study_of_rates_has():
     tried |= {f"{row}_{same}" for row in ("softmax", "laser") for same in ("recorded", "2_layers")}
     rows = {row for path in (RESULTS / "claims").glob("*/toy/results.json") for row in claim(path.parents[1].name).rows}
     bare = {"laser_x8", "laser_x32", "laser_no_shift", "laser_no_shift_x8", "laser_no_shift_x32"}
-    assert rows - tried == {"t6_softmax", "t6_lssar", *bare, "llama_softmax", "llama_qk_norm_laser"}
+    assert rows - tried == {*bare, "llama_softmax", "llama_qk_norm_laser"}
