@@ -65,8 +65,8 @@ TILES = {
     ("decode", "hdim128"): _shapes((16, 64, 4)),
 }
 """The tile shapes to choose from, by kernel and name. A name gives the width, and may add a phi or
-"compute-intensive"; "LASER" (in TILES_BEFORE_HOPPER) is for LASER without re-weighting, of every
-width. ``candidates`` takes the most specific one.
+"compute-intensive"; "LASER" (in TILES_BEFORE_HOPPER) is for LASER without re-weighting, in 16-bit
+dtypes and of at most 128 dimensions. ``candidates`` takes the most specific one.
 "hdim64" is for heads of at most 64 dimensions, and for all heads where a kernel has no "hdim128".
 "compute-intensive" kernels compute more per score (``candidates``).
 

@@ -21,8 +21,8 @@
 // such a NaN. Other NaNs of a caller are replaced by it before (row_scores.inl.h). `exponential`
 // and `one_minus_exp` propagate every NaN, `logarithm` and `log1p_exp` none.
 //
-// The functions take N vectors at once and apply each step to all of them, so that N chains of
-// dependent operations overlap.
+// The functions that loops call take N vectors at once and apply each step to all of them, so that
+// N chains of dependent operations overlap.
 #pragma once
 
 #include "vector.h"

@@ -130,7 +130,9 @@ class RowGradients {
   float power_over_sum[BLOCK_Q];   // p / sum u^p
   float minus_mean_grad[BLOCK_Q];  // -o mean(g) * inverse_spread: every visible key receives it
   float grad_power[BLOCK_Q];       // dL/dp of each row
-  bool single_key[BLOCK_Q];        // one key has all the weight
+  // One key has all the weight. Without the l1 norm it is not set. Dense rows set it only where phi
+  // has zeros: else constant_weights() sees such a row by its count
+  bool single_key[BLOCK_Q];
 
   // dL/dA of row r of a tile, without re-weighting: [tiles, max_rows, BLOCK_K], indexed by offset j
   float* grad_weights_row(int64_t r, int64_t start_k) {

@@ -92,8 +92,8 @@ inline void add_listed_rows(int64_t vectors, int64_t n, const uint8_t* keys, con
 }
 
 // to[e] (+)= row . v[keys[e]]: row [VECTORS * W], v [BLOCK_K, stride]; `to` has room for n in whole
-// vectors. Up to W - 1 entries of `keys` after the list's end are read; they must be keys of the
-// tile. A rest of at most W/2 keys reads only W/2 entries. Dot products of entries past n are
+// vectors. Up to W/2 - 1 entries of `keys` after the list's end are read; they must be keys of
+// the tile. A rest of at most W/2 keys reads only W/2 entries. Dot products of entries past n are
 // overwritten with 0 by the caller below.
 template <int VECTORS>
 inline void listed_dots(const float* row, int64_t n, const uint8_t* keys, RowView v, float* to, bool add) {

@@ -13,7 +13,8 @@ inline vfloat relu(vfloat s) { return max(vfloat{}, s); }  // a NaN stays NaN
 constexpr float EXP_TAIL = -20.0f;  // below it softplus and sigmoid equal e^s in float32
 constexpr float MIN_NORMAL = std::numeric_limits<float>::min();
 
-// What every phi has. `to_stored` and `derivative` also have forms that convert N vectors in place.
+// What every phi has. `to_stored` and `derivative` also, or only, have forms that convert N vectors
+// in place.
 //     to_stored(s)          the stored form of a score
 //     of_stored(stored)     phi(s)
 //     derivative(stored)    phi'(s)

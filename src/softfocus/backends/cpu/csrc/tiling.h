@@ -10,10 +10,11 @@
 //
 // In a block start_k and j are offsets from key_begin; t counts the keys of a tile, of a range, or
 // of the W keys that are transposed or read together, from the first. r is a row, counted from
-// start_q; d a dimension; e an entry of a list. key, first_key, stop_key, start_q, and the limits
-// key_begin, window_begin, strip_begin and their ends are indices into the tensor. A KeyRange is in
-// offsets. Any other range, [begin, end) or [start, stop), is counted as the variable that runs
-// over it. Keys of a list are counted from their tile's first.
+// start_q, or from the first row that a function is given; d a dimension; e an entry of a list.
+// key, first_key, stop_key, start_q, and the limits key_begin, window_begin, strip_begin and their
+// ends are indices into the tensor. A KeyRange is in offsets. Any other range, [begin, end) or
+// [start, stop), is counted as the variable that runs over it. Keys of a list are counted from
+// their tile's first.
 #pragma once
 
 #include "vector.h"

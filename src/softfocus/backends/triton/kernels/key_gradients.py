@@ -114,7 +114,8 @@ def key_gradients(
                 if inputs.unit_key_fp16 is not None:  # grad_operand includes product_scale
                     operand_scale = tl.full(product_scale.shape, 1.0, tl.float32)
                 if algebra.inputs_are_fp16 and not algebra.reweighted:
-                    # Re-weighted rows are multiplied in tf32 (dot_grad_scores)
+                    # Re-weighted rows are multiplied in tf32 (dot_grad_scores), which needs no such
+                    # factors. Some others are, too; there the factors change nothing
                     grad_factor, operand_scale, factor_pow2, scale_pow2 = _float16_safe_factors(
                         grad_factor, operand_scale
                     )
