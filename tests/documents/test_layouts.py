@@ -527,6 +527,9 @@ def test_what_is_said_of_one_mechanism_in_every_layer():
     fall = f"falls from 1x to 16x, as trained**, by {min(falls):.3f} to {max(falls):.3f}. The loss of Softmax with the "
     assert f"{fall}window falls by more, {of_window:.3f}" in TEXT
     assert of_window > max(falls)
+    scaled = cell(lssar, 16.0, "dynamic NTK").loss
+    assert scaled > cell(lssar, *FAR).loss
+    assert f"With NTK scaling LSSAR's loss at 16x is higher, {scaled:.3f}." in TEXT
     for length in (1.0, 2.0, 4.0, 8.0):
         assert not minus(by, ours, "Softmax", (length, "as trained"), (length, "window 1x")).sure
     far = minus(by, ours, "Softmax", FAR, WINDOWED)
@@ -949,6 +952,22 @@ def test_what_is_said_of_one_pass_is_measured():
     assert f"At 128 tokens the leads of the seeds differ by up to {max(leads) - min(leads):.3f}." in TEXT
     assert max(leads) < 0
     assert all(own(f"laser-lssa-local-s{n}", 512) > own(f"softmax-s{n}", 512) for n in (0, 1, 2))
+
+
+def test_the_machines_of_the_losses_are_those_that_are_said():
+    cpus: dict[str, dict[int, str]] = {}
+    for info in (run["info"] for run in json.loads(_results("layouts"))["runs"]):
+        cpus.setdefault(info["name"].rpartition("-s")[0], {})[info["seed"]] = info["machine"]["cpu"][:5]
+    intel = {row for row, seeds in cpus.items() if set(seeds.values()) == {"Intel"}}
+    assert intel == {
+        "cosine-nope", "softplus-local", "local-ssmax", "laser-local", "laser-lssa-local", "laser-softplus",
+        "laser-softplus-local",
+    }  # fmt: skip
+    assert len(intel) == 7
+    others = {(row, seed): cpu for row, seeds in cpus.items() if row not in intel for seed, cpu in seeds.items()}
+    assert {key for key, cpu in others.items() if cpu != "AMD E"} == {("softmax-pair-head", 0)}
+    assert "Seven rows were trained last, on an Intel machine" in TEXT
+    assert "on an AMD machine, except seed 0 of Softmax with a previous-token head (Intel)." in TEXT
 
 
 def test_the_machine_hardly_changes_a_larger_model():

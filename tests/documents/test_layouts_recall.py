@@ -91,6 +91,10 @@ def test_what_is_said_of_recall_holds_for_every_seed():
     assert {label for label in short if not learned[label]} == {"lssa-short-rope", "lssar-3-short-rope"}
     for label in [label for label in short if learned[label]] + ["lssar-nope"]:
         assert all(seed[64 * n, False] > 0.99 for seed in by[label] for n in (1, 4, 16, 64)), label
+    every = [seed for label in short for seed in by[label] if seed[64, False] > 0.99]
+    assert len(every) > 3 * sum(learned[label] for label in short), "of LSSAR with p = 3, too"
+    assert min(seed[4096, False] for seed in every) > 0.99
+    assert "every training that learned the task finds the keys at 64x among filler." in TEXT
     softmax = [seed[4096, True] for seed in by["softmax-short-rope"]]
     others = {
         "cosine-short-rope", "ssmax-short-rope", "lssar-short-rope", "laser-short-rope", "lssar-7-short-rope",

@@ -10,7 +10,7 @@ from softfocus.lab.report.recall_compare import RecallGroup
 
 from .committed import FAR, HERE, ROOT, WINDOWED, accuracies, beside, by_label, by_row, by_seed, of_pages, recalls
 from .tables import said, shown_loss, table, tables_of
-from .test_global_heads_small import apart_at_both
+from .test_global_heads_small import apart_at_both, cpus
 
 PAGE = (ROOT / "docs/global-heads.md").read_text()
 TEXT = " ".join(PAGE.split())
@@ -124,7 +124,10 @@ def test_one_start_serves_both():
     assert len(longer) == 8
     learned = sum(one[64, False] > 0.97 for one in accuracies(recalled()["6", "-half"]))
     assert learned == 6
-    assert "eight of eight do in 3,000 steps, and six of eight in 1,500." in TEXT
+    assert "eight of eight do at 5e-4 in 3,000 steps, and six of eight in 1,500." in TEXT
+    assert BUDGETS["-half-longer"] == ("5e-4", "3,000")
+    assert all(one[64, False] > 0.97 for one in longer)
+    assert "**With init std 0.0625, in 3,000 steps at 5e-4, each of eight seeds learns recall.** It finds" in TEXT
     filler = min(value for one in longer for (_, grown), value in one.items() if not grown)
     pairs = [one[1024, True] for one in longer]
     assert f"Among 16 times as many pairs it finds {min(pairs):.2f} to {max(pairs):.2f}." in TEXT
@@ -182,8 +185,32 @@ def test_the_rates_of_3000_steps_are_those_that_were_trained():
     learned = {key for key, group in others.items() if accuracies(group)[0][64, False] > 0.97}
     assert learned == others.keys() - {("128", "-longer")}
     least = min(value for key in learned for (_, grown), value in accuracies(others[key])[0].items() if not grown)
-    text = f"At 2.5e-4 both find at least {math.floor(1000 * least) / 10:.1f} % of the keys among filler"
-    assert f"{text} at every length. At 1e-3 the all-softmax layout does, and global heads do not learn" in TEXT
+    text = "**At 1e-3 the all-softmax layout learns recall in 3,000 steps, and global heads do not** (init std"
+    text += f" {STARTS['6']}, seed 0). The all-softmax layout then finds at least"
+    assert (
+        f"{text} {math.floor(1000 * least) / 10:.1f} % of the keys among filler at every length. At 2.5e-4 both do."
+        in TEXT
+    )
+    assert accuracies(others["128", "-longer"])[0][64, False] < 0.25
+
+
+def test_the_machines_are_those_of_the_results():
+    assert set(cpus("starts").values()) == {"AMD"}
+    at_recall = cpus("recall-starts")
+    assert set(at_recall.values()) == {"AMD", "Intel"}
+    four = {
+        f"recall-starts/{heads}-6{end}-s0" for heads in ("128", "softmax") for end in ("-longer", "-quarter-longer")
+    }
+    assert {run for run, cpu in at_recall.items() if cpu == "Intel"} == four
+    text = "the runs of `recall-starts` but four were trained on AMD machines. These four, the two models at"
+    assert f"{text} {BUDGETS['-quarter-longer'][0]} and at {BUDGETS['-longer'][0]} in 3,000 steps, were trained" in TEXT
+    published = cpus("layouts", "global-heads")
+    for run, cpu in {
+        "layouts/softmax": "AMD",
+        f"layouts/{OURS}": "Intel",
+        "global-heads/all-softmax-nope": "Intel",
+    }.items():
+        assert all(published[f"{run}-s{seed}"] == cpu for seed in range(8))
 
 
 def test_softmax_in_every_head_finds_far_keys_from_that_start():
@@ -192,7 +219,8 @@ def test_softmax_in_every_head_finds_far_keys_from_that_start():
     shares = accuracies(group)
     number = {4: "four", 8: "eight"}[len(shares)]
     filler = min(value for one in shares for (_, grown), value in one.items() if not grown)
-    text = f"finds at least {math.floor(1000 * filler) / 10:.1f} % among filler at every length, in all {number}"
+    text = f"in 3,000 steps at 5e-4, finds at least {math.floor(1000 * filler) / 10:.1f} % among filler at every"
+    text += f" length, in all {number}"
     assert text in TEXT
     pairs, ours = ([one[1024, True] for one in some] for some in (shares, accuracies(recalled()["6", "-half-longer"])))
     assert min(pairs) > max(ours)
@@ -212,8 +240,8 @@ def test_what_is_said_of_other_starts_is_measured():
     assert len(far) == 8
     assert far.index(least[0]) == 5
     assert least[1] > 0.92
-    text = "seven of eight trainings find over 92 % of the keys among filler at 16x. Seed 5 finds"
-    assert f"{text} {least[0]:.2f}." in TEXT
+    text = "**In 1,500 steps at 5e-4 with init std 0.0625** seven of eight trainings find over 92 % of the keys among"
+    assert f"{text} filler at 16x. Seed 5 finds {least[0]:.2f}." in TEXT
     for place in (("4", "-half"), ("5", "-half"), ("4", "")):
         (one,) = accuracies(recalled()[place])
         assert one[64, False] > 0.97

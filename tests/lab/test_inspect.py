@@ -1,5 +1,7 @@
 """Looking inside: numbers with known answers, a run's own weights, and a page that needs nothing
 but itself.
+
+Over 400 lines: one command, whose tests share their runs.
 """
 
 import io
@@ -383,11 +385,23 @@ def test_the_command(
 
 @pytest.mark.long
 def test_a_run_that_fails_takes_no_other_with_it(
-    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost = Path(shutil.copytree(runs["softmax"], tmp_path / "lost"))
+    lost, page = Path(shutil.copytree(runs["softmax"], tmp_path / "lost")), tmp_path / "page"
     shutil.rmtree(lost / MODEL)
-    options = ["--lengths", "1x", "--tokens", "64", "--out", str(tmp_path / "page"), "-q"]
+    options = ["--lengths", "1x", "--tokens", "64", "--out", str(page), "-q"]
     assert status(["inspect", str(runs["lssar"]), str(lost), *options]) == 1
     assert str(lost) in capsys.readouterr().err
-    assert [one.mechanism for one in read(tmp_path / "page" / "inspect.json").runs] == ["lssar"]
+    assert [one.mechanism for one in read(page / "inspect.json").runs] == ["lssar"]
+    assert status(["inspect", str(runs["softmax"]), str(lost), *options]) == 1
+    assert [one.mechanism for one in read(page / "inspect.json").runs] == ["lssar"], "an earlier page stays"
+    shutil.rmtree(page)
+
+    def interrupted(folder: Path, *arguments: Any, **options: Any) -> Any:
+        if folder == lost:
+            raise KeyboardInterrupt
+        return inspect(folder, *arguments, **options)
+
+    monkeypatch.setattr("softfocus.lab.inspect.run.inspect", interrupted)
+    assert status(["inspect", str(runs["lssar"]), str(lost), *options]) != 0
+    assert [one.mechanism for one in read(page / "inspect.json").runs] == ["lssar"]

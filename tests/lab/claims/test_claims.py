@@ -597,6 +597,9 @@ def run_softmax(results: Results, *rows: str) -> None:
     """Make rows those of softmax, evaluated with a window, too."""
     for row in rows:
         for run in results.of(row):
+            run.info.mechanism = "softmax"
+            if run.evaluation is None:
+                continue
             run.evaluation.mechanism = "softmax"
             window = run.evaluation.rows[1].model_copy(update={"setting": Setting(window=run.info.train_length)})
             run.evaluation.rows.append(window)
@@ -616,6 +619,10 @@ def test_the_column_beside_the_window_needs_a_softmax(made: Any) -> None:
     run_softmax(results, "b")
     text = page.page(statement(LOWER), {"toy": results})
     assert "beside the window" not in text, "no one knows which of two softmax models is meant"
+    results = made(a=losses, b=["diverged"] * 3)
+    run_softmax(results, "a", "b")
+    text = page.page(statement(LOWER), {"toy": results})
+    assert "beside the window" not in text, "one of them has no loss"
 
 
 def test_results_read_back_equal(made: Any, tmp_path: Path) -> None:
@@ -653,7 +660,7 @@ def test_a_page_of_what_is_measured_sample_by_sample(made: Any, tmp_path: Path) 
         assert said in shown
     assert page.standing(claim, "gpt2", None) == "not testable here"
     groups = [group for row in results.rows if (group := results.group(row)) is not None]
-    save_png(figure.draw(groups, title="t"), tmp_path / "figure.png")
+    save_png(figure.draw(groups, None, title="t"), tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 

@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter
 
 from softfocus.lab.claims.claim import Claim, Saves, Scale
 from softfocus.lab.claims.power_law import Family, families
-from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SHARES, SIZES, TRAINING, WINDOW, Results, yardstick
+from softfocus.lab.claims.results import FIGURE, POWERS, RESULTS, SHARES, SIZES, TRAINING, WINDOW, Results
 from softfocus.lab.report.figure import (
     PALETTE,
     TEXT,
@@ -57,7 +57,7 @@ def _figures(claim: Claim, results: Results, title: str) -> dict[str, Callable[[
     """Those that the results have something to show in, by their files."""
     found: dict[str, Callable[[], Figure]] = {}
     if groups := [group for row in results.rows if (group := results.group(row)) is not None]:
-        found[FIGURE] = partial(draw, groups, title=title)
+        found[FIGURE] = partial(draw, groups, results.yardstick, title=title)
     if any(run.curves for run in results.runs):
         found[TRAINING] = partial(draw_training, results, title=title)
     if any(run.shares for run in results.runs):
@@ -175,7 +175,7 @@ def draw_powers(results: Results, *, title: str) -> Figure:
         return figure
 
 
-def draw(groups: Sequence[Group], *, title: str) -> Figure:
+def draw(groups: Sequence[Group], yardstick: Group | None, *, title: str) -> Figure:
     """Means over seeds, with a bar of one standard deviation; a row that is not finite somewhere
     has a gap there.
     """
@@ -188,9 +188,9 @@ def draw(groups: Sequence[Group], *, title: str) -> Figure:
     with titled((12.0, height * down + 0.6), title) as figure:
         grid = figure.subplots(down, 2, squeeze=False, sharey=True).flatten()
         for panel, name in zip(grid, names, strict=False):
-            _panel(panel, groups, shades, name)
+            _panel(panel, groups, yardstick, shades, name)
         for panel, name in zip(grid, names, strict=False):  # once all have drawn, and the common y axis is known
-            _label(panel, groups, shades, name)
+            _label(panel, groups, yardstick, shades, name)
         for panel in grid[len(names) :]:
             panel.remove()
         return figure
@@ -216,13 +216,13 @@ def _height(groups: Sequence[Group]) -> float:
     return max(3.6, _LINE * (len(groups) + 2) + _MARGIN)
 
 
-def _panel(panel: Any, groups: Sequence[Group], shades: Sequence[int], name: str) -> None:
+def _panel(panel: Any, groups: Sequence[Group], yardstick: Group | None, shades: Sequence[int], name: str) -> None:
     across = columns(groups)
     for index, (group, shade) in enumerate(zip(groups, shades, strict=True)):
         if cells := _cells(group, name):
             spreads = [0.0 if math.isnan(one.spread) else one.spread for _, one in cells]
             panel.errorbar(*_points(cells), yerr=spreads, fmt=line_style(index), color=PALETTE[shade][0], capsize=2)
-    if (yard := yardstick(groups)) and (cells := _cells(yard, WINDOW)):
+    if cells := _window(yardstick):
         panel.plot(*_points(cells), ":", color=TEXT)
     panel.set_xscale("log", base=2)
     panel.set_xticks(across, [column_name(column).replace("x", "×") for column in across])
@@ -233,12 +233,12 @@ def _panel(panel: Any, groups: Sequence[Group], shades: Sequence[int], name: str
     panel.tick_params(labelleft=True)
 
 
-def _label(panel: Any, groups: Sequence[Group], shades: Sequence[int], name: str) -> None:
+def _label(panel: Any, groups: Sequence[Group], yardstick: Group | None, shades: Sequence[int], name: str) -> None:
     """Each line's name beside its end, moved apart where lines end close together."""
     drawn = [(group.label, shade, _cells(group, name)) for group, shade in zip(groups, shades, strict=True)]
     ends = [(cells[-1][1].loss, label, PALETTE[shade][0]) for label, shade, cells in drawn if cells]
-    if (yard := yardstick(groups)) and (cells := _cells(yard, WINDOW)):
-        ends.append((cells[-1][1].loss, f"{yard.label}, {WINDOW}", TEXT))
+    if yardstick is not None and (cells := _window(yardstick)):
+        ends.append((cells[-1][1].loss, f"{yardstick.label}, {WINDOW}", TEXT))
     low, high = panel.get_ylim()
     gap = _LINE / (_height(groups) - _MARGIN) * (high - low)
     ends.sort()
@@ -250,6 +250,10 @@ def _label(panel: Any, groups: Sequence[Group], shades: Sequence[int], name: str
 def _cells(group: Group, setting: str) -> list[tuple[float, Cell]]:
     found = [(column, cell(group, column, setting)) for column in columns([group])]
     return [(column, one) for column, one in found if one is not None and math.isfinite(one.loss)]
+
+
+def _window(yardstick: Group | None) -> list[tuple[float, Cell]]:
+    return [] if yardstick is None else _cells(yardstick, WINDOW)
 
 
 def _points(cells: Sequence[tuple[float, Cell]]) -> tuple[list[float], list[float]]:

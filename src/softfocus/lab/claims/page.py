@@ -282,7 +282,7 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
         parts.append("\n".join(_wrapped(line, "  ") for line in told))
     groups = [group for row in results.rows if (group := results.group(row)) is not None]
     if groups:
-        parts.append(_wrapped(tables.reading(groups)))
+        parts.append(_wrapped(tables.reading(results, groups)))
         parts += [tables.losses(results, groups, setting) for setting in settings(groups)]
     if claim.first(Steeper) is not None:
         parts.append(tables.gradients(results))

@@ -170,13 +170,13 @@ class Results(Record):
         found = tuple(run.evaluation for run in self.of(row) if run.evaluation is not None)
         return Group(row, found) if found else None
 
-
-def yardstick(groups: Sequence[Group]) -> Group | None:
-    """What every row stands beside, with WINDOW: the only row that runs softmax, whatever its
-    architecture. None where there is no such row, or several: of different sizes, say.
-    """
-    found = [group for group in groups if group.first.mechanism == "softmax"]
-    return found[0] if len(found) == 1 else None
+    @property
+    def yardstick(self) -> Group | None:
+        """What every row stands beside, with WINDOW: the only row that runs softmax, whatever its
+        architecture. None where there is no such row, or several, of different sizes, say.
+        """
+        found = dict.fromkeys(run.row for run in self.runs if run.info.mechanism == "softmax")
+        return self.group(*found) if len(found) == 1 else None
 
 
 def collect(

@@ -53,8 +53,10 @@ def inspect(
     wanted = [parse(lengths, load_run(run).train_length) for run in runs]
     shown = {"layers": _numbers("--layers", layers), "heads": _numbers("--heads", heads)}
     from softfocus.lab.inspect.report import say_replaced, show, write
+    from softfocus.lab.inspect.results import RESULTS
     from softfocus.lab.inspect.run import inspect
 
+    folder = out or (runs[0] / INSPECTION if len(runs) == 1 else Path("runs/inspect"))
     found = []
     try:
         with Display("tokens", quiet=quiet) as display:
@@ -63,13 +65,14 @@ def inspect(
                     run, its, text=text, **shown, tokens=tokens, batch_tokens=batch_tokens, progress=display
                 )  # fmt: skip
                 found.append(one)
-    finally:  # a later run that fails takes none of the earlier ones with it
-        if found:
-            folder = out or (runs[0] / INSPECTION if len(runs) == 1 else Path("runs/inspect"))
-            say_replaced(folder, [one for one, _ in found], console_beside(json))
-            result, paths = write(found, folder)
-            write_json(json, result)
-            show(result, paths, console_beside(json))
+    except BaseException:  # a run that fails takes none before it with it, and no earlier page
+        if found and not (folder / RESULTS).exists():
+            show(*write(found, folder), console_beside(json))
+        raise
+    say_replaced(folder, [one for one, _ in found], console_beside(json))
+    result, paths = write(found, folder)
+    write_json(json, result)
+    show(result, paths, console_beside(json))
 
 
 def _numbers(option: str, text: str | None) -> list[int] | None:
