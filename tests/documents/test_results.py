@@ -96,6 +96,7 @@ TIMES = {"-half": 0.5, "-twice": 2.0, "-four-times": 4.0}
 HEADS = {"global-heads": "cosine-nope", "softmax-third": "softmax", "lssar-third": "lssar"}
 TABLES = tuple(f"softplus-table-{number}" for number in (1, 2, 3, 4))
 POWERS = "softplus-figure-2-softmax", "softplus-figure-2-lssa"
+BPE_INIT_STDS = {"-start": 0.09, "-4": 0.04, "-6": 0.0625}
 SWEPT = {
     "learning-rates": [
         Sweep(("global-heads",), 2e-3, renamed=HEADS),
@@ -103,7 +104,7 @@ SWEPT = {
     ],
     "learning-rates-bpe": [
         Sweep(("layouts-bpe", "layouts-bpe-tuned"), 2e-3),
-        Sweep(("bpe",), init_stds={"-start": 0.09, "-4": 0.04, "-6": 0.0625}),
+        Sweep(("bpe",), init_stds=BPE_INIT_STDS),
     ],
     "learning-rates-larger": [Sweep(("layouts-larger",))],
     "larger-rates": [Sweep(("larger",))],
@@ -116,6 +117,15 @@ SWEPT = {
     "conformer-learning-rates": [Sweep(("laser-conformer",), prefix="conformer_")],
     # The rows of laser-lamb set their rate, which --set cannot change then
     "lamb-learning-rates": [Sweep(("laser-classification",), 2e-2, also=("train.optimizer=lamb",))],
+    "bpe-longer-rates/8e-3": [Sweep(("bpe-longer",), 8e-3)],
+    **{
+        f"other-rates/{rate}": [Sweep(("layouts", "global-heads", "layouts-around"), float(rate))]
+        for rate in ("2e-3", "8e-3", "16e-3")
+    },
+    **{
+        f"other-rates-bpe/{rate}": [Sweep(("bpe", "layouts-bpe"), float(rate), init_stds=BPE_INIT_STDS)]
+        for rate in ("2e-3", "4e-3", "8e-3", "16e-3")
+    },
 }
 """Results whose runs are rows of other studies or claims with the learning rate set. The first
 sweep that has a run is meant.
@@ -140,11 +150,13 @@ def split(name: str, endings: Iterable[str]) -> tuple[str, str]:
 
 def row_of(run: str, sweep: Sweep) -> Recipe | None:
     """The row with what `--set` changes, or None if the sweep has no such run."""
-    name, seed = run.rsplit("-s", 1)
-    name, times = split(name, TIMES)
+    whole, seed = run.rsplit("-s", 1)
+    name, times = split(whole, TIMES)
     plain, start = split(name, sweep.init_stds)
     for source in sweep.of:
         rows = rows_with(source, int(seed))
+        if whole in rows:  # whose own name ends so: w-rope-half
+            times, name = "", whole
         for called, ending in ((name, ""), (plain, start)):
             row = sweep.renamed.get(called, "") if sweep.renamed else sweep.prefix + called
             if row in rows:

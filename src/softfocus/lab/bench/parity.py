@@ -123,7 +123,7 @@ def _hold(function: Function, cell: Cell, query: Tensor, key: Tensor, value: Ten
     sizes = {name: float(x.abs().max()) for name, x in expected.tensors.items()}
     yardstick = dict.fromkeys(sizes, 0.0)
     label = f"{cell.mechanism} {cell.what} at {length:,}, {cell.dtype}"
-    for seed in range(REPETITIONS):  # the yardstick only grows: as soon as it suffices, the rest need not be drawn
+    for seed in range(REPETITIONS):  # the tolerance only grows: once it suffices, no further inputs are drawn
         eager = _outcome(partial(formula, order(seed)), inputs, above, backward).tensors
         for name, want in expected.tensors.items():
             yardstick[name] = max(yardstick[name], float((eager[name].double() - want).abs().max()))
