@@ -23,6 +23,7 @@ PLUGIN = HERE.parent / "emulated" / "gpu"
 SOME = (  # `make emulated-gpu` runs all
     "test_parity[causal-lssa-bfloat16]",
     "test_parity_of_keys_split_among_programs[decode-lssar-bfloat16]",
+    "test_laser_of_a_key_at_the_threshold",  # only here it can fail: it needs a fused multiply-add
 )
 
 

@@ -417,6 +417,28 @@ def test_laser_with_a_learned_power_of_zero(quiet, phi):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
 
 
+def test_laser_of_a_key_at_the_threshold(quiet):
+    """Every row is marked. A key's phi is the threshold. A GPU computes u of 16-bit dtypes with one
+    rounding less than the interpreter, and u of this key may then be 2^-25 in place of 0. Only the
+    emulator and a GPU can fail here.
+    """
+    phi = torch.tensor([24.0, 19, 31, 3, 27, 21, 23, 24, 22, 45, 18, 30, 17, 31, 29, 20]).repeat(16, 1)
+    spread = torch.arange(8.0, 24.0)
+    phi[:, 3], phi[:, 9] = 24 - spread, 24 + spread
+    assert (phi.mean(1) == 24).all()
+    query, key, value, grad_out = (
+        torch.randn(1, 16, 16, 16, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(4)
+    )
+    key[0, ..., 0], query[..., 0], query[..., 1:] = phi, torch.arange(1.0, 17.0), 0.0
+    value[..., 3, :8] = 200.0  # of a key below the threshold
+    mechanism, results = Mechanism(phi="relu", scale="1", power=2.0, laser=True), []
+    for backend, dtype in (("triton", torch.bfloat16), ("reference", torch.float64)):
+        leaves = [x.to(DEVICE, dtype, copy=True).requires_grad_() for x in (query, key, value)]
+        out = attention(*leaves, mechanism=mechanism, backend=backend)
+        results.append(torch.autograd.grad(out, leaves, grad_out.to(out))[1][0, :, [0, 7], 0].double())
+    torch.testing.assert_close(*results, rtol=0.008, atol=1e-4)
+
+
 def test_a_tied_row_of_subnormal_phi_has_gradients(quiet):
     """LASER, re-weighted. The squares of the scores are subnormal in float32, and 1 over them is
     infinite.

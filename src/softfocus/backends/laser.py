@@ -54,6 +54,7 @@ class LogWeights:
 
     def live(self) -> Tensor:
         """bool [b, h, R, K], the keys whose weight may be above 0, however small."""
+        # LASER refuses a phi with negative values: one with zeros is 0 for s <= 0
         live = self.scores > (-torch.inf if self.phi.positive else 0.0)
         if self.u is not None:
             live &= (self.u > 0) | (self.count <= MAX_UNTHRESHOLDED_COUNT) | self.tied

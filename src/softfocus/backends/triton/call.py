@@ -357,26 +357,26 @@ class Launcher:
 
     def _decode(self, outputs: Outputs, tile: tuning.TileShape, splits: int) -> None:
         query, plan = self.call.query, self._launch_plan(tile)
-        key_heads, row_count = self.inputs.batch * self.call.key.size(1), self.inputs.group * query.size(2)
-        rows = next_power_of_two(row_count)
-        rows_stored, stages = tl.constexpr(rows), tl.constexpr(tile.stages)
+        all_key_heads, row_count = self.inputs.batch * self.call.key.size(1), self.inputs.group * query.size(2)
+        rows_stored = next_power_of_two(row_count)
+        rows_constant, stages = tl.constexpr(rows_stored), tl.constexpr(tile.stages)
         assert decode.SCORES_AT_ONCE.value >= 32 * tile.warps, "each thread must have a score of its own"
         # Tensor cores take at least 16 rows. One row goes without them in float32, and in
         # ``decode.weights``, which reads few values
-        padded = plan.tiling._replace(BLOCK_Q=tl.constexpr(max(16, rows)))
-        tiling_of_weights = padded if rows > 1 else padded._replace(BLOCK_Q=rows_stored)
+        padded = plan.tiling._replace(BLOCK_Q=tl.constexpr(max(16, rows_stored)))
+        tiling_of_weights = padded if rows_stored > 1 else padded._replace(BLOCK_Q=rows_constant)
         tiling_of_statistics = tiling_of_weights if query.dtype == torch.float32 else padded
-        split_stats = query.new_empty(key_heads, splits, decode.STATS.value, rows, dtype=torch.float32)
-        split_accs = query.new_empty(key_heads, splits, rows, padded.BLOCK_DV.value, dtype=torch.float32)
-        scores = query.new_empty(key_heads, row_count, self.inputs.key_length, dtype=torch.float32)
+        split_stats = query.new_empty(all_key_heads, splits, decode.STATS.value, rows_stored, dtype=torch.float32)
+        split_accs = query.new_empty(all_key_heads, splits, rows_stored, padded.BLOCK_DV.value, dtype=torch.float32)
+        scores = query.new_empty(all_key_heads, row_count, self.inputs.key_length, dtype=torch.float32)
         shared = self.inputs, self.algebra, plan.masks, split_stats, split_accs
-        grid, variant_key, options = (splits, key_heads), (tile, splits), plan.options
-        score_arguments = *shared, scores, rows_stored, stages
+        grid, variant_key, options = (splits, all_key_heads), (tile, splits), plan.options
+        score_arguments = *shared, scores, rows_constant, stages
         self._launch(decode.statistics, variant_key, grid, *score_arguments, tiling_of_statistics, **options)
         if self.algebra.reweighted:
             self._launch(decode.weights, variant_key, grid, *score_arguments, tiling_of_weights, **options)
-        sums = *shared, splits, outputs, rows_stored, tiling_of_statistics  # combine uses only its BLOCK_DV
-        self._launch(decode.combine, variant_key, (1, key_heads), *sums, **options)
+        sums = *shared, splits, outputs, rows_constant, tiling_of_statistics  # combine uses only its BLOCK_DV
+        self._launch(decode.combine, variant_key, (1, all_key_heads), *sums, **options)
 
 
 def _layout(call: Call) -> Hashable:

@@ -95,7 +95,7 @@ class Inputs(NamedTuple):
     query: Tensor  # [B, H, Lq, D]
     key: Tensor  # [B, H, L, D]
     value: Tensor  # [B, H, L, D]
-    above: Tensor  # [B, H, Lq, D], the upstream gradient
+    grad_out: Tensor  # [B, H, Lq, D]
 
 
 def make(cell: Cell) -> Inputs:
@@ -108,22 +108,22 @@ def make(cell: Cell) -> Inputs:
         shape = (cell.batch, cell.heads, length, cell.head_dim)
         return torch.randn(shape, generator=generator).to(device=cell.device, dtype=cell.torch_dtype)
 
-    query, key, value, above = (normal(n) for n in (cell.queries, cell.length, cell.length, cell.queries))
+    query, key, value, grad_out = (normal(n) for n in (cell.queries, cell.length, cell.length, cell.queries))
     if cell.what == "backward":
         for leaf in (query, key, value):
             leaf.requires_grad_()
-    return Inputs(query, key, value, above)
+    return Inputs(query, key, value, grad_out)
 
 
 def call(function: Function, cell: Cell, inputs: Inputs) -> Callable[[], object]:
     """What is timed: one call, and in a backward cell the gradients of query, key and value."""
-    query, key, value, above = inputs
+    query, key, value, grad_out = inputs
 
     def forward() -> object:
         with torch.no_grad():
             return function(query, key, value)
 
     def backward() -> object:
-        return torch.autograd.grad(function(query, key, value), (query, key, value), above)
+        return torch.autograd.grad(function(query, key, value), (query, key, value), grad_out)
 
     return backward if cell.what == "backward" else forward

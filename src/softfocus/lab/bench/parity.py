@@ -1,4 +1,4 @@
-"""The gate: before a cell is timed, what softfocus computes there is held against the float64
+"""The gate: before a cell is timed, what softfocus computes there is compared with the float64
 reference.
 
 The tolerance is computed, as in softfocus.testing: twice what the dense formula loses in the cell's
@@ -90,7 +90,7 @@ def _hold(function: Function, cell: Cell, query: Tensor, key: Tensor, value: Ten
         visible = torch.arange(length, device=key.device)[None, :] <= rows[:, None]  # [R, L]
     generator = torch.Generator().manual_seed(cell.seed + 1)
     shape = (cell.batch, cell.heads, len(rows), cell.head_dim)
-    above = torch.randn(shape, generator=generator, dtype=torch.float64).to(key.device)
+    grad_out = torch.randn(shape, generator=generator, dtype=torch.float64).to(key.device)
 
     def actually(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if cell.what != "backward":
@@ -117,14 +117,14 @@ def _hold(function: Function, cell: Cell, query: Tensor, key: Tensor, value: Ten
 
     inputs = (query, key, value)
     backward = cell.what == "backward"
-    actual = _outcome(actually, inputs, above, backward)
+    actual = _outcome(actually, inputs, grad_out, backward)
     doubles = tuple(x.double() for x in inputs)
-    expected = _outcome(partial(formula, order(0)), doubles, above, backward)
+    expected = _outcome(partial(formula, order(0)), doubles, grad_out, backward)
     sizes = {name: float(x.abs().max()) for name, x in expected.tensors.items()}
     yardstick = dict.fromkeys(sizes, 0.0)
     label = f"{cell.mechanism} {cell.what} at {length:,}, {cell.dtype}"
     for seed in range(REPETITIONS):  # the tolerance only grows: once it suffices, no further inputs are drawn
-        eager = _outcome(partial(formula, order(seed)), inputs, above, backward).tensors
+        eager = _outcome(partial(formula, order(seed)), inputs, grad_out, backward).tensors
         for name, want in expected.tensors.items():
             yardstick[name] = max(yardstick[name], float((eager[name].double() - want).abs().max()))
         try:
@@ -139,7 +139,7 @@ def _hold(function: Function, cell: Cell, query: Tensor, key: Tensor, value: Ten
 def _outcome(
     function: Callable[[Tensor, Tensor, Tensor], Tensor],
     inputs: tuple[Tensor, ...],
-    above: Tensor,
+    grad_out: Tensor,
     backward: bool,
 ) -> Outcome:
     """What a function returns, and in a backward cell its three gradients."""
@@ -148,6 +148,6 @@ def _outcome(
         with torch.no_grad():
             return Outcome({"out": function(query, key, value)})
     out = function(query, key, value)
-    grads = torch.autograd.grad(out, (query, key, value), above.to(out))
+    grads = torch.autograd.grad(out, (query, key, value), grad_out.to(out))
     names = ("query.grad", "key.grad", "value.grad")
     return Outcome({"out": out.detach(), **dict(zip(names, grads, strict=True))})

@@ -29,7 +29,7 @@ class Subject:
         computes: for people.
         refuses: None, or a sentence that says why it cannot compute a cell.
         build: the function of (query, key, value) to call; what is done here is not timed.
-        ours: held against the float64 reference before it is timed.
+        ours: compared with the float64 reference before it is timed.
         backend: which of softfocus's backends runs a cell, or which of torch's kernels; "" where
             there is nothing to choose.
         cell: the cell whose inputs it gets and whose function it builds, of one that is measured.

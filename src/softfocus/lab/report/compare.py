@@ -1,4 +1,4 @@
-"""Any finished runs, held against each other: one table, one figure, one report."""
+"""Any finished runs, compared: one table, one figure, one report."""
 
 import contextlib
 import json

@@ -64,9 +64,9 @@ class Finding(Record):
 def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
     """What was found, in a sentence for each length, with the numbers that they rest on.
 
-    At the training length groups are shown as trained, and held against Softmax, if one group is
+    At the training length groups are shown as trained, and compared with Softmax, if one group is
     Softmax: that is the price of a mechanism. Elsewhere each is shown with its best setting at that
-    length, and they are held against the lowest loss.
+    length, and they are compared with the lowest loss.
     """
     shared = shared_columns(groups, axis)
     if not shared:

@@ -1,5 +1,5 @@
-"""Runs that were trained on one generated task, held against each other: results.json, a table and
-a figure.
+"""Runs that were trained on one generated task: results.json, a table and a figure that
+compare them.
 """
 
 from collections.abc import Sequence

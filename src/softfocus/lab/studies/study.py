@@ -1,6 +1,4 @@
-"""Studies: a table of runs, each row with several seeds, trained a few at a time and held against
-each other.
-"""
+"""Studies: a table of runs, each row with several seeds, trained a few at a time and compared."""
 
 import tomllib
 from collections import Counter

@@ -79,14 +79,14 @@ inline float pack_amx_row(const float* row, int64_t width, bool cosine, bfloat16
   return cosine ? scaled_rnorm : 1.0f / prescale;
 }
 
-// Writes 16 packed rows [AMX_ROWS, padded_width] as the tiles of 16 keys: [padded_width / AMX_DIMS,
+// Writes 16 packed rows [AMX_ROWS, amx_width] as the tiles of 16 keys: [amx_width / AMX_DIMS,
 // AMX_DIMS / 2, AMX_ROWS, 2]. A pair of dimensions has the size of a float, and is moved as one.
 // Without AMX W may differ; the function is then not called.
-inline void transpose_amx_pairs(const bfloat16* rows, int64_t padded_width, bfloat16* to) {
+inline void transpose_amx_pairs(const bfloat16* rows, int64_t amx_width, bfloat16* to) {
   static_assert(sizeof(bfloat16) == 2);
   if constexpr (W == AMX_ROWS)
-    for (int64_t d = 0; d < padded_width; d += AMX_DIMS)
-      transpose_square((const float*)(rows + d), padded_width / 2, (float*)(to + d * AMX_ROWS), AMX_ROWS);
+    for (int64_t d = 0; d < amx_width; d += AMX_DIMS)
+      transpose_square((const float*)(rows + d), amx_width / 2, (float*)(to + d * AMX_ROWS), AMX_ROWS);
 }
 
 #if SOFTFOCUS_AMX
@@ -114,22 +114,22 @@ class AmxRegisters {
   AmxRegisters& operator=(const AmxRegisters&) = delete;
 };
 
-// Dot products of 16 rows [AMX_ROWS, padded_width] with 16 N keys, written to C [AMX_ROWS, 16 N].
-// `keys` is what transpose_amx_pairs() wrote for 16 keys, N times: [N, padded_width / AMX_DIMS,
+// Dot products of 16 rows [AMX_ROWS, amx_width] with 16 N keys, written to C [AMX_ROWS, 16 N].
+// `keys` is what transpose_amx_pairs() wrote for 16 keys, N times: [N, amx_width / AMX_DIMS,
 // AMX_DIMS / 2, AMX_ROWS, 2]. Needs an AmxRegisters.
 template <int N>
-inline void amx_dots(const bfloat16* rows, int64_t padded_width, const bfloat16* keys, float* c, int64_t c_row_stride) {
+inline void amx_dots(const bfloat16* rows, int64_t amx_width, const bfloat16* keys, float* c, int64_t c_row_stride) {
   static_assert(N == 1 || N == 2);
   // Sums over AMX_DOT_DIMS dimensions from first_dim on, written to `to` [AMX_ROWS, to_row_stride]
   auto sum_to = [&](int64_t first_dim, float* to, int64_t to_row_stride) {
     _tile_zero(0);
     _tile_zero(1);
-    for (int64_t d = first_dim; d < std::min(first_dim + AMX_DOT_DIMS, padded_width); d += AMX_DIMS) {
-      _tile_loadd(2, rows + d, padded_width * 2);
+    for (int64_t d = first_dim; d < std::min(first_dim + AMX_DOT_DIMS, amx_width); d += AMX_DIMS) {
+      _tile_loadd(2, rows + d, amx_width * 2);
       _tile_loadd(3, keys + d * AMX_ROWS, AMX_PAIRS_BYTES);
       _tile_dpbf16ps(0, 2, 3);
       if constexpr (N == 2) {
-        _tile_loadd(4, keys + (padded_width + d) * AMX_ROWS, AMX_PAIRS_BYTES);
+        _tile_loadd(4, keys + (amx_width + d) * AMX_ROWS, AMX_PAIRS_BYTES);
         _tile_dpbf16ps(1, 2, 4);
       }
     }
@@ -138,7 +138,7 @@ inline void amx_dots(const bfloat16* rows, int64_t padded_width, const bfloat16*
   };
   sum_to(0, c, c_row_stride);
   alignas(64) float sums[AMX_ROWS * N * AMX_ROWS];  // [AMX_ROWS, 16 N]
-  for (int64_t d = AMX_DOT_DIMS; d < padded_width; d += AMX_DOT_DIMS) {
+  for (int64_t d = AMX_DOT_DIMS; d < amx_width; d += AMX_DOT_DIMS) {
     sum_to(d, sums, N * AMX_ROWS);
     for (int64_t r = 0; r < AMX_ROWS; ++r)
       for (int64_t t = 0; t < N * AMX_ROWS; t += AMX_ROWS)

@@ -91,13 +91,13 @@ template <typename Phi>
 bool backward(const Params& params, const GradientTensors& grads) {
   Schedule schedule(params, grads.grad_bias);
   int64_t at_once = schedule.at_once, tasks_per_head = schedule.tasks_per_head,
-          key_heads = params.batch * params.key_heads;
+          all_key_heads = params.batch * params.key_heads;
   PerThread<RowGradients<Phi>> workers(params);
   std::vector<KeyHeadData> key_data_at_once(at_once);
   for (KeyHeadData& key_data : key_data_at_once) key_data.reserve(params, /*backward=*/true);
   std::vector<KeyHeadSums> sums(at_once * tasks_per_head);
-  for (int64_t first_key_head = 0; first_key_head < key_heads; first_key_head += at_once) {
-    int64_t n = std::min(at_once, key_heads - first_key_head);
+  for (int64_t first_key_head = 0; first_key_head < all_key_heads; first_key_head += at_once) {
+    int64_t n = std::min(at_once, all_key_heads - first_key_head);
     if (!pack_key_heads(params, key_data_at_once, first_key_head, n, /*backward=*/true)) return false;
     bool done = parallel_for(params.threads, n * tasks_per_head, [&](int64_t item) {
       int64_t i = item / tasks_per_head;

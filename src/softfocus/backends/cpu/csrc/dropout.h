@@ -56,6 +56,8 @@ class DropoutMask {
   static constexpr int ROUNDS = 7;          // dropout.ROUNDS: the fewest that pass BigCrush
   static constexpr int64_t SPAN_KEYS = 64;  // keys whose bits are one word, as in dropout.py
   static constexpr int SPAN_COUNTERS = 8;   // counters of these keys, as in dropout.py
+  static_assert(BLOCK_K % SPAN_KEYS == 0, "the keys of a tile are whole words");
+  static_assert(SPAN_KEYS % W == 0, "the bits of a vector lie in one word");
   const Params& params;
   const int64_t max_rows;  // of a block
   // [tiles, max_rows, BLOCK_K / SPAN_KEYS], one bit per key: 1 where its weight is dropped

@@ -102,13 +102,13 @@ bool forward(const Params& params, void* out, float* statistics) {
     return parallel_for(params.threads, params.batch * params.heads, [&](int64_t item) {
       workers.mine().decode(item / params.heads, item % params.heads, out, statistics);
     });
-  int64_t key_heads = params.batch * params.key_heads, at_once = key_heads_at_once(params, /*backward=*/false);
+  int64_t all_key_heads = params.batch * params.key_heads, at_once = key_heads_at_once(params, /*backward=*/false);
   int64_t block_rows = rows_per_block(params, /*backward=*/false), blocks = ceil_div(params.query_length, block_rows),
           group = params.group();
   std::vector<KeyHeadData> key_data_at_once(at_once);
   for (KeyHeadData& key_data : key_data_at_once) key_data.reserve(params, /*backward=*/false);
-  for (int64_t first_key_head = 0; first_key_head < key_heads; first_key_head += at_once) {
-    int64_t n = std::min(at_once, key_heads - first_key_head);
+  for (int64_t first_key_head = 0; first_key_head < all_key_heads; first_key_head += at_once) {
+    int64_t n = std::min(at_once, all_key_heads - first_key_head);
     if (!pack_key_heads(params, key_data_at_once, first_key_head, n, /*backward=*/false)) return false;
     // `item` is an index of [n key heads, blocks, query heads of a group].
     bool done = parallel_for(params.threads, n * group * blocks, [&](int64_t item) {

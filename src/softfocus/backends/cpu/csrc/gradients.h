@@ -14,8 +14,8 @@
 //     dL/dp = sum_j A_j (dA_j - D) log u_j
 // g_j is dL/du_j. The spread is treated as a constant, because A does not change when all u of a
 // row are multiplied by a number. The term o mean(g) comes from the threshold o sum_k phi_k / N:
-// each phi lowers every u. dL/dp follows from dA_j/dp = A_j (log u_j - sum_k A_k log u_k): u does
-// not depend on p.
+// each phi lowers every u. dL/dp follows from the derivative of A_j by p, which is
+// A_j (log u_j - sum_k A_k log u_k): u does not depend on p.
 //
 // LASER (gradients_laser.inl.h): G = dO / (A e^(V - M)). For an exact sum this quotient may
 // overflow. There it is set to 0, so that dA_j lacks the columns with an exact sum. Their part of
@@ -27,8 +27,8 @@
 //     dS_j = (A_j (dA_j - D) + X_j) phi'(s_j) / phi(s_j)          without re-weighting
 //     g_j = p (A_j (dA_j - D) + X_j) / u_j                        with it
 //     dL/dp = sum_j (A_j (dA_j - D) + X_j) log u_j
-// du_j/ds_j is inverse_spread * phi'(s_j). With re-weighting X_j therefore enters dS_j as
-// p X_j phi'(s_j) / (phi(s_j) - threshold), and all dS of the row through mean(g).
+// The derivative of u_j by s_j is inverse_spread * phi'(s_j). With re-weighting X_j therefore
+// enters dS_j as p X_j phi'(s_j) / (phi(s_j) - threshold), and all dS of the row through mean(g).
 #pragma once
 
 #include "output.h"
@@ -130,8 +130,9 @@ class RowGradients {
   float power_over_sum[BLOCK_Q];   // p / sum u^p
   float minus_mean_grad[BLOCK_Q];  // -o mean(g) * inverse_spread: every visible key receives it
   float grad_power[BLOCK_Q];       // dL/dp of each row
-  // One key has all the weight. Without the l1 norm it is not set. Dense rows set it only where phi
-  // has zeros: else constant_weights() sees such a row by its count
+  // One key has all the weight. Without the l1 norm it is not set. laser_backward() sets it in rows
+  // with an exact sum. Other dense rows set it only where phi has zeros: else constant_weights()
+  // sees such a row by its count
   bool single_key[BLOCK_Q];
 
   // dL/dA of row r of a tile, without re-weighting: [tiles, max_rows, BLOCK_K], indexed by offset j
@@ -188,7 +189,7 @@ class RowGradients {
   void dense_grad_scores(int64_t r, int64_t start_k);
 
   // gradients_reweighted.inl.h
-  struct RowSums {  // over the live keys of a row; _da: each term times dA
+  struct PowerSums {  // over the live keys of a row; _da: each term times dA
     // For delta, sum g and dL/dp: sums of u^p, u^(p-1) and u^p log u
     DoubleSum u_p, u_p_da, u_pm1, u_pm1_da, u_p_log, u_p_log_da;
     int64_t n_live = 0;
@@ -196,8 +197,8 @@ class RowGradients {
   template <bool DROPOUT>
   void compute_listed_grad_weights(const GradientTensors& grads);
   template <bool DROPOUT>
-  void add_to_row_sums(float power, const float* u_list, int64_t n, bool with_log, float* da, RowSums& sum) const;
-  void finish_listed_row(int64_t r, const RowSums& sum, bool with_log);
+  void add_to_power_sums(float power, const float* u_list, int64_t n, bool with_log, float* da, PowerSums& sum) const;
+  void finish_listed_row(int64_t r, const PowerSums& sum, bool with_log);
   float u_at(int64_t r, int64_t j) const;
   void add_exact_terms(int64_t r, double& delta_i, double& exact_over_u);
   // listed_grad_scores() computes dL/ds and also adds dV, in scatter_grad_phi().

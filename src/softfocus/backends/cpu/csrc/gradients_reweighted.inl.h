@@ -12,7 +12,7 @@ namespace softfocus {
 template <typename Phi>
 template <bool DROPOUT>
 inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors& grads) {
-  RowSums sums[BLOCK_Q];
+  PowerSums sums[BLOCK_Q];
   bool with_log = grads.grad_power;  // the sums of u^p log u are wanted
   // The lists of all rows and tiles follow one another without gaps. A loop over whole vectors
   // reads past the end of a list. It then reads the list of the next row of the same tile, or
@@ -34,7 +34,7 @@ inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors
         float* da = grad_weights_of_lists() + start;
         if (block.has_next_tile(start_k)) prefetch_next_tile(v.data, v.stride, r, block.padded_value_dim);
         listed_dots(incoming_grad + r * block.padded_value_dim, block.padded_value_dim, n, list_keys + start, v, da);
-        add_to_row_sums<DROPOUT>(block.power[r], list_u + start, n, with_log, da, sums[r]);
+        add_to_power_sums<DROPOUT>(block.power[r], list_u + start, n, with_log, da, sums[r]);
       }
     }
   });
@@ -45,9 +45,9 @@ inline void RowGradients<Phi>::compute_listed_grad_weights(const GradientTensors
 // Adds the n keys of a list to the sums of its row. Applies the dropout factors to `da`, dL/dA.
 template <typename Phi>
 template <bool DROPOUT>
-__attribute__((always_inline)) inline void RowGradients<Phi>::add_to_row_sums(float power, const float* u_list,
-                                                                              int64_t n, bool with_log, float* da,
-                                                                              RowSums& sum) const {
+__attribute__((always_inline)) inline void RowGradients<Phi>::add_to_power_sums(float power, const float* u_list,
+                                                                                int64_t n, bool with_log, float* da,
+                                                                                PowerSums& sum) const {
   sum.n_live += n;
   RowBlock<Phi>::with_powers(power, [&](auto powers) {
     for (int64_t e = 0; e < n; e += W) {
@@ -73,7 +73,7 @@ __attribute__((always_inline)) inline void RowGradients<Phi>::add_to_row_sums(fl
 
 // Computes the constants of a row's gradients from its sums.
 template <typename Phi>
-inline void RowGradients<Phi>::finish_listed_row(int64_t r, const RowSums& sum, bool with_log) {
+inline void RowGradients<Phi>::finish_listed_row(int64_t r, const PowerSums& sum, bool with_log) {
   double power_sum = sum.u_p.total(), power = block.power[r],
          delta_i = power_sum == 0.0 ? 0.0 : sum.u_p_da.total() / power_sum;
   if (!has_exact[r]) single_key[r] = sum.n_live == 1;  // else laser_backward() has set it
@@ -200,9 +200,9 @@ inline void RowGradients<Phi>::multiply_by_derivative(int64_t r, int64_t start_k
           vfloat term = load(exact_terms + r * block.row_stride + j);
           // d log u / ds is phi' / (phi - threshold). Without a threshold it is phi' / phi, which
           // log_derivative() gives even where phi underflows.
-          vfloat stored_j = load(stored + j), log_derivative = phi.log_derivative(stored_j);
-          if (block.threshold[r] != 0.0f) log_derivative = x[i] / (phi.of_stored(stored_j) - block.threshold[r]);
-          grad_s += term == 0.0f ? vfloat{} : term * (block.power[r] * log_derivative);
+          vfloat stored_j = load(stored + j), log_u_derivative = phi.log_derivative(stored_j);
+          if (block.threshold[r] != 0.0f) log_u_derivative = x[i] / (phi.of_stored(stored_j) - block.threshold[r]);
+          grad_s += term == 0.0f ? vfloat{} : term * (block.power[r] * log_u_derivative);
         }
         store(ds + (j - start_k), grad_s);
       });

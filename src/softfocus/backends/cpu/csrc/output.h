@@ -113,21 +113,21 @@ class BlockOutput {
   template <bool DROPOUT>
   void add_live_tiles(const RowBlock<Phi>& block, float* power_sum) {
     int64_t padded_value_dim = block.padded_value_dim;
-    DoubleSum row_sums[BLOCK_Q];
+    DoubleSum power_sums[BLOCK_Q];
     block.each_tile([&](int64_t start_k) {
       RowView v = prepare_tile_operand(block, start_k);
       for (int64_t r = 0; r < block.n_rows; r += LISTS) {
         // Rows after n_rows have empty lists. Their `out` is not used.
         live.template gather<DROPOUT>(block, r, start_k);
         for (int64_t i = 0; i < LISTS; ++i) {
-          row_sums[r + i].add(live.template raise_to_power<DROPOUT>(i, block.power[r + i]));
+          power_sums[r + i].add(live.template raise_to_power<DROPOUT>(i, block.power[r + i]));
           if (block.has_next_tile(start_k)) prefetch_next_tile(v.data, v.stride, r + i, padded_value_dim);
           add_listed_rows(padded_value_dim / W, live.length[i], live.keys_of(i), live.u_of(i), v.data, v.stride,
                           out + (r + i) * padded_value_dim);
         }
       }
     });
-    for (int64_t r = 0; r < block.n_rows; ++r) power_sum[r] = float(row_sums[r].total());
+    for (int64_t r = 0; r < block.n_rows; ++r) power_sum[r] = float(power_sums[r].total());
   }
 
   // out += weights times values, without re-weighting

@@ -7,14 +7,14 @@ its weight is above rounding (with LASER, above 0). ``combine`` adds the splits.
 
 The queries of all heads that share a key head are the rows of one tile. With fewer than sixteen
 rows, the result of a product on tensor cores is mostly padding, and several threads hold the same
-element. The dot products therefore go through a buffer in global memory, ``scores`` [B Hk, rows,
-Lk], and are loaded again in a layout without padding. The buffer holds in turn q k (from
+element. The dot products therefore go through a buffer in global memory, ``scores`` [B Hk,
+row_count, Lk], and are loaded again in a layout without padding. The buffer holds in turn q k (from
 ``_store_products``), s (from ``statistics``), and unnormalised weights (f from ``statistics``, or
 u^p from ``weights``), which the product with the values loads. An access takes 4 bytes per score,
 while a key has hundreds of bytes. ``tl.debug_barrier`` is the barrier between the threads' stores
 and the loads that follow.
 
-There are (H / Hk) · Lq rows. ROWS_STORED is that number, rounded up to a power of two. Helpers take
+row_count is (H / Hk) · Lq. ROWS_STORED is row_count, rounded up to a power of two. Helpers take
 ROWS, which is ROWS_STORED or BLOCK_Q. BLOCK_Q is ROWS_STORED, but at least 16. For a single row
 BLOCK_Q is 1 in float32, without tensor cores, and in ``weights``, where few values have weight.
 """
@@ -92,8 +92,8 @@ def _acc_pointers(split_accs, splits, split, ROWS_STORED: tl.constexpr, ROWS: tl
 
 @triton.jit
 def _score_pointers(scores, inputs, k_offsets, end_key, ROWS: tl.constexpr):
-    """Pointers [ROWS, keys] to scores in [B Hk, rows, Lk], and which of them exist and are before
-    ``end_key``.
+    """Pointers [ROWS, keys] to scores in [B Hk, row_count, Lk], and which of them exist and are
+    before ``end_key``.
     """
     key_head_index = tl.full([], 0, tl.int64) + tl.program_id(1)  # of all B Hk
     row_count = inputs.group * inputs.query_length
@@ -114,8 +114,8 @@ def _merged_statistics(algebra, split_stats, splits, ROWS_STORED: tl.constexpr):
     """Largest score, shift and sum of f of the rows, [ROWS_STORED], from all splits.
 
     Unlike those of tiles, the sums of splits are added without TwoSum: ``call._programs`` makes
-    some 300 splits on the largest NVIDIA GPUs, and for up to 490 splits 2^-25 times their number is
-    below TIE_TOLERANCE (``forward.two_sum``).
+    some 300 splits on the largest NVIDIA GPUs, and for fewer than 512 splits 2^-25 times their
+    number is below TIE_TOLERANCE (``forward.two_sum``).
     """
     row_max, _smallest_scaled_dot, shift, f_sum = _initial_statistics(ROWS_STORED)
     rows = tl.arange(0, ROWS_STORED)

@@ -29,7 +29,8 @@ def kept(inputs, b, h, q_offsets, first, KEYS: tl.constexpr, KEY_AXIS: tl.conste
         counters, heads, q_offsets = counters[None, :], heads[None, :], q_offsets[:, None]
     else:
         counters, heads, q_offsets = counters[:, None], heads[:, None], q_offsets[None, :]
-    # ``Inputs.seed`` is 2^63 + 2 seed + 1, so that Triton compiles one kernel for all seeds
+    # ``Inputs.seed`` is 2^63 + 2 seed + 1, so that Triton compiles one kernel for all seeds. A seed
+    # is below 2^62: the mask removes the 2^63
     seed = (inputs.seed >> 1) & 0x3FFFFFFFFFFFFFFF
     # Words of 32 bits: [Q, SPANS * SPAN_COUNTERS], or [SPANS * SPAN_COUNTERS, Q]
     w, x, y, z = tl.philox(seed, counters, q_offsets, heads, tl.zeros_like(heads), ROUNDS)

@@ -153,7 +153,7 @@ def nan_if_infinite(f_sum, row_max, smallest_scaled_dot):
 
 @triton.jit
 def power_of_scores(s, shift, threshold, inverse_spread, tied, inputs, algebra, h):
-    """u^p of a tile [BLOCK_Q, BLOCK_K]; f in tied rows."""
+    """u^p of a tile [BLOCK_Q, BLOCK_K]; f in tied rows. ``h`` as in ``scoring.tile_scores``."""
     f = algebra.phi.f(s, shift[:, None], algebra)
     u = weighting.phi_to_u(f, threshold[:, None], inverse_spread[:, None], algebra)
     return tl.where(tied[:, None], f, weighting.u_to_the_power(u, inputs, algebra, h, MINUS=0))
@@ -290,8 +290,8 @@ def _needs_exact(acc, numerator_sum, f_sum, needs_exact, has_large_value, dv_off
     """
     lowest = tl.min(tl.where(dv_offsets[None, :] < inputs.value_dim, acc, float("inf")), 1)  # [BLOCK_Q]
     large = tl.zeros_like(numerator_sum) + tl.max(has_large_value, 0)  # [BLOCK_Q]
-    # The sum counts as at least 1. Without a shift (relu; softplus and sigmoid with bounded scores)
-    # it may be less, and the products themselves may underflow
+    # The sum counts as at least 1. Where the shift is 0 or there is none (relu; softplus and
+    # sigmoid) it may be less, and the products themselves may underflow
     needs_exact = needs_exact | (large > 0.0) | (lowest < laser.SMALL_SUM * tl.maximum(numerator_sum, 1.0))
     # Rows without weight and NaN rows have nothing to compute again. power_sum of 16-bit dtypes
     # hides a NaN; f_sum has it

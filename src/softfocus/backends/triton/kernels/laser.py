@@ -169,7 +169,8 @@ def log_weights(s, exact, inputs, algebra, h):
 
     A may underflow, and its logarithm is therefore a difference of logarithms: log phi - log Z, or
     in re-weighted rows p log u - log sum u^p. Where the threshold is not 0, log u is computed from
-    u, which is 0 or at least one ulp of phi divided by the spread: it cannot underflow. In rows
+    u, which does not underflow: it is 0 or at least one ulp of phi divided by the spread. (For
+    16-bit dtypes it may also be the rounding error of threshold / spread: ``phi_to_u``.) In rows
     with threshold 0 (N_i <= 3) u is phi over the largest phi and may underflow, too. There log u is
     computed from log phi. In tied rows, and without re-weighting, the second result is arbitrary:
     the callers use it for the gradient of the power alone.
@@ -208,7 +209,7 @@ def gradients_of_marked(s, weighted_grad, exact, inputs, algebra, h):
 
     Where f is ``tiny`` (TINY_BELOW), the second result is p dL/d(log r) and the third phi' / phi,
     so that their product is still dL/ds. They may take this form because no mean_grad is subtracted
-    from the second: mean_grad is 0 in rows without a threshold.
+    from the second: f is tiny in rows without a threshold alone, and their mean_grad is 0.
     """
     f = algebra.phi.f(s, exact.shift, algebra)
     # derivative includes phi_unit here, unlike in weights_and_gradients
@@ -227,11 +228,12 @@ def gradients_of_marked(s, weighted_grad, exact, inputs, algebra, h):
         above_threshold = tl.where(exact.tied, f, tl.maximum(f - exact.threshold, 0.0))
         power = tl.where(exact.tied, 1.0, weighting.head_power(inputs, algebra, h))
     grad_log_numerator = tl.where(exact.single_key, 0.0, weighted_grad - weight * exact.delta)
-    tiny = above_threshold <= tiny_below
-    grad_f = grad_log_numerator * power / tl.where(tiny, 1.0, above_threshold)
-    # A key below the threshold has above_threshold = 0 and grad_log_numerator = 0. It must keep
-    # phi', which multiplies mean_grad
-    derivative = tl.where(tiny & (grad_log_numerator != 0.0), algebra.phi.log_derivative(s), derivative)
+    grad_f = grad_log_numerator * power / tl.where(above_threshold <= tiny_below, 1.0, above_threshold)
+    # f decides here, not f - threshold: a key at or below a threshold must keep phi', which
+    # multiplies mean_grad. For 16-bit dtypes a key at the threshold may have a u, and with it a
+    # grad_log_numerator, that is not 0 (``phi_to_u``)
+    tiny = (f <= tiny_below) & (grad_log_numerator != 0.0)
+    derivative = tl.where(tiny, algebra.phi.log_derivative(s), derivative)
     return grad_log_numerator, grad_f, derivative
 
 

@@ -127,6 +127,7 @@ def tile_scores(
 
     Args:
         dots: dot products of queries and keys, [BLOCK_Q, BLOCK_K] or [BLOCK_K, BLOCK_Q].
+        h: the query head, or the head of each row, which broadcasts to ``dots``.
         q_offsets, k_offsets, product_scale, rnorm, row_bias: vectors that broadcast to ``dots``.
             The dot products are multiplied by ``product_scale`` and ``rnorm`` (1 / |k|, or its
             mantissa), unless they are those of unit vectors, which include both.
