@@ -158,8 +158,8 @@ class Chunk:
         return rowwise.forward(scores, tile.visible, tile.count, self.mechanism, self.power, self.visibility.key_length)
 
     def score_backward(self, tile: Tile, grad_scores: Tensor, grad_key: Tensor, grads: dict[str, Tensor]) -> None:
-        """Computes, from ``grad_scores``, dL/ds of a tile [b, h, G, R, K], its part of the gradients
-        of query, key, bias and head_scale. Adds to ``grad_key`` [b, h, Lk, D].
+        """Computes a tile's part of the gradients of query, key, bias and head_scale from
+        ``grad_scores``, its dL/ds [b, h, G, R, K]. Adds to ``grad_key`` [b, h, Lk, D].
         """
         if "bias" in grads:
             grad_bias = self._bias(grads["bias"], tile, keep_shape=True)
@@ -176,8 +176,8 @@ class Chunk:
         self.view(grads["query"], tile.rows).copy_(grad_query)
 
     def finish(self, grad_key: Tensor, grad_value: Tensor, grads: dict[str, Tensor]) -> None:
-        """Writes the gradients of this chunk's keys and values, from ``grad_key`` [b, h, Lk, D], which
-        score_backward() added to, and ``grad_value`` [b, h, Lk, Dv].
+        """Writes the gradients of this chunk's keys and values. ``grad_key`` [b, h, Lk, D] is what
+        score_backward() added to; ``grad_value`` is [b, h, Lk, Dv].
         """
         if self.key_norm is not None:
             grad_key = _l2_normalise_backward(grad_key, self.key, self.key_norm)
