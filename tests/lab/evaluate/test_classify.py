@@ -4,6 +4,7 @@ run stays as it is.
 
 import io
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from softfocus.lab.data import of_recipe as data
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate import classify as room
 from softfocus.lab.evaluate.classify import Pairs, classify
-from softfocus.lab.progress import silent
+from softfocus.lab.progress import Event, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.files import load_measured, save_measured
 from softfocus.lab.run_folder.results import Classification, Induction, Recall
@@ -92,6 +93,41 @@ def test_the_run_stays_and_the_mechanism_is_its_own(
     store = data.load(load(folder / "recipe.toml"), silent).store
     assert set(found.documents) <= set(range(len(store.validation_documents)))
     assert classify(folder) == found  # the same head, order and examples
+
+
+@pytest.mark.long
+def test_a_fine_tuning_that_was_stopped_goes_on(trained: Path, tmp_path: Path, short: None) -> None:
+    """To the result of one that was not stopped; one of other examples starts at the first step."""
+    folder = tmp_path / "trained"
+    shutil.copytree(trained, folder)
+    room.EPOCHS = 10  # of two steps; ``short`` sets it back
+    whole = classify(folder)
+    (folder / "classification.json").unlink()
+
+    def stopped_at(step: int) -> list[int]:
+        steps: list[int] = []
+
+        def listen(event: Event) -> None:
+            if event.kind == "step" and event.total == 20:
+                steps.append(event.done)
+                if event.done == step:
+                    raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt) if step else nullcontext():
+            classify(folder, progress=listen)
+        return steps
+
+    assert stopped_at(13)[0] == 1
+    assert not (folder / "classification.json").exists()
+    half_written = next((folder / "classify.unfinished").glob("*")) / "checkpoint-14"
+    half_written.mkdir()  # a checkpoint without the state that Trainer writes last
+    room.TRAINING = 60
+    assert stopped_at(3)[0] == 1, "other examples"
+    room.TRAINING = 64
+    assert stopped_at(13)[0] == 1, "the checkpoints of other examples are gone"
+    assert stopped_at(0)[0] == 13, "from the checkpoint of step 12"
+    assert load_measured(folder, Classification) == whole
+    assert not (folder / "classify.unfinished").exists()
 
 
 @pytest.mark.long

@@ -2,8 +2,9 @@
 where another one ends. Accuracy on examples that are held out.
 """
 
+import hashlib
 import logging
-import tempfile
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 
 from softfocus.hf.config import layout_of
 from softfocus.lab import laser_ablation
@@ -35,7 +37,16 @@ from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.files import LABELLED, MODEL, RECIPE, load_measured, load_run, measures, save_measured
+from softfocus.lab.run_folder.files import (
+    LABELLED,
+    MODEL,
+    RECIPE,
+    UNFINISHED_CLASSIFICATION,
+    load_measured,
+    load_run,
+    measures,
+    save_measured,
+)
 from softfocus.lab.run_folder.results import Classification, Labelled, LabelledRow, RunInfo
 
 _log = logging.getLogger(__name__)
@@ -47,6 +58,8 @@ RATE = 0.25
 """The learning rate at the start, as a share of that of the training before; it falls linearly to
 0.
 """
+SAVED = 0.1
+"""Checkpoints are that share of the steps apart."""
 
 
 class Pairs(Dataset[dict[str, torch.Tensor]]):
@@ -106,7 +119,7 @@ def classify(folder: Path, *, progress: Listener = silent) -> Classification:
 
     The model of the run stays as it is. Examples are the same for every run of a corpus and a
     training length; the run's seed decides the head's first weights and the order of the examples.
-    It takes minutes and starts anew if it is stopped.
+    It takes minutes. Started again after it was stopped, it goes on from its last checkpoint.
 
     Args:
         folder: a finished run of a recipe with text.
@@ -127,8 +140,9 @@ def classify(folder: Path, *, progress: Listener = silent) -> Classification:
     test = Pairs(store.validation, store.validation_documents, length, TEST, random_for("evaluation", 0, 0))
     set_seed(info.seed)
     model = _classifier(folder, data.Text(store).end_of_document, labels=2)
-    with models.memory("classify on a device with more memory"), tempfile.TemporaryDirectory() as scratch:
-        predicted = _fine_tuned(model, recipe, info, examples, test, Path(scratch), progress)
+    scratch = _scratch(folder, info, length, TRAINING, TEST, EPOCHS)
+    with models.memory("classify on a device with more memory"):
+        predicted = _fine_tuned(model, recipe, info, examples, test, scratch, progress)
     right = predicted == test.labels
     documents = np.unique(test.documents)
     counts = [int((test.documents == document).sum()) for document in documents]
@@ -145,6 +159,7 @@ def classify(folder: Path, *, progress: Listener = silent) -> Classification:
         counts=counts,
     )
     save_measured(folder, found)
+    shutil.rmtree(scratch.parent)
     return found
 
 
@@ -161,7 +176,7 @@ def classify_labelled(
     those that are held out.
 
     The model of the run stays as it is. The run's seed decides the head's first weights and the
-    order of the examples.
+    order of the examples. Started again after it was stopped, it goes on from its last checkpoint.
 
     Args:
         folder: a finished run of a recipe with text.
@@ -190,9 +205,9 @@ def classify_labelled(
     set_seed(info.seed)
     model = _classifier(folder, end, labels=len(found.labels))
     passes, batches = epochs or EPOCHS, partial(labelled.padded, end=end)
-    with models.memory("classify on a device with more memory"), tempfile.TemporaryDirectory() as scratch:
-        scratch_folder, sets = Path(scratch), (found.training, found.held_out)
-        predicted = _fine_tuned(model, recipe, info, *sets, scratch_folder, progress, epochs=passes, batches=batches)
+    scratch, sets = _scratch(folder, info, found.key, *found.fields, passes), (found.training, found.held_out)
+    with models.memory("classify on a device with more memory"):
+        predicted = _fine_tuned(model, recipe, info, *sets, scratch, progress, epochs=passes, batches=batches)
     answers = found.held_out.labels
     ((commonest, _),) = Counter(found.training.labels.tolist()).most_common(1)
     mean = Mean.of((predicted == answers).astype(int).tolist(), [1] * len(answers))
@@ -214,6 +229,7 @@ def classify_labelled(
     if any(one.data == row.data for one in kept):
         _log.warning("%s holds a row of other files named %s, too", folder / LABELLED, row.data)
     save_measured(folder, Labelled(**info.named, rows=[*kept, row]))
+    shutil.rmtree(scratch.parent)
     return row
 
 
@@ -222,6 +238,23 @@ def _same_data(one: LabelledRow, other: LabelledRow) -> bool:
     if one.key and other.key:
         return (one.data, one.key) == (other.data, other.key)
     return all(getattr(one, name) == getattr(other, name) for name in ("data", "labels", "examples", "held_out"))
+
+
+def _scratch(folder: Path, info: RunInfo, *what: str | int) -> Path:
+    """Where the checkpoints of a fine-tuning are until it is finished. ``what`` tells it from
+    others, whose checkpoints are removed.
+    """
+    scratch = folder / UNFINISHED_CLASSIFICATION / hashlib.sha256(repr((info.token, what)).encode()).hexdigest()[:16]
+    for other in scratch.parent.glob("*"):
+        if other != scratch:
+            shutil.rmtree(other)
+    return scratch
+
+
+def _last_checkpoint(scratch: Path) -> str | None:
+    """The last whole one: Trainer writes its state last."""
+    whole = [file.parent for file in scratch.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
+    return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
 
 
 def _refuse_sinks(folder: Path) -> None:
@@ -270,7 +303,8 @@ def _fine_tuned(
         use_cpu=not torch.accelerator.is_available(),
         bf16=recipe.train.bf16,
         seed=info.seed,
-        save_strategy="no",
+        save_steps=SAVED,
+        save_total_limit=1,
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -280,7 +314,7 @@ def _fine_tuned(
     steps = _Steps(info.name, progress)
     trainer = Trainer(model, arguments, train_dataset=examples, data_collator=batches, callbacks=[steps])
     trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=_last_checkpoint(scratch))
     scores: Any = trainer.predict(test).predictions
     predicted: NDArray[np.int64] = scores.argmax(-1)
     return predicted

@@ -32,6 +32,7 @@ from softfocus.lab.run_folder.files import (
     RUN,
     TENSORBOARD,
     UNFINISHED,
+    UNFINISHED_CLASSIFICATION,
     load_run,
     recipe_token,
     refuse_file,
@@ -224,7 +225,7 @@ def _make_room(folder: Path, parameters: int) -> None:
     # run.json first: without it nothing that is left looks like a run. The recipe last: it marks
     # the folder as the lab's
     (folder / RUN).unlink(missing_ok=True)
-    for name in (MODEL, CHECKPOINTS, TENSORBOARD, INSPECTION):
+    for name in (MODEL, CHECKPOINTS, TENSORBOARD, INSPECTION, UNFINISHED_CLASSIFICATION):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in (UNFINISHED, *(name for name, _ in MEASURED.values())):
         (folder / name).unlink(missing_ok=True)
