@@ -75,7 +75,7 @@ def test_a_torn_row_would_be_noticed():
 
 def torn_bold(text: str) -> list[str]:
     """The paragraphs, items and rows of a page in which bold text begins or ends alone."""
-    parts = re.split(r"\n\n|\n(?=\* )|\n(?=\|)|\n(?=\d+\. )", without_code(text))
+    parts = re.split(r"\n\n|\n(?=[*-] )|\n(?=\|)|\n(?=\d+\. )", without_code(text))
     return [part for part in parts if part.count("**") % 2]
 
 
@@ -86,6 +86,23 @@ def test_bold_text_begins_and_ends(path):
 
 def test_torn_bold_text_would_be_noticed():
     assert torn_bold("* **A.** B `c**`\n* D.** E\n\n**F**") == ["* D.** E"]
+
+
+def lost_items(text: str) -> list[str]:
+    """Where an item of a list runs on in the item before: a bullet after the end of a sentence."""
+    return re.findall(r"[^\n]*[.*]\s[*-] (?=[A-Z`*])[^\n]*", re.sub(r"\n+ *[*-] ", "\n\n", without_code_blocks(text)))
+
+
+@page
+def test_lists_have_one_item_a_bullet(path):
+    assert lost_items(path.read_text()) == []
+
+
+def test_a_lost_item_would_be_noticed():
+    assert lost_items("**A**\n- One.\n- Two. - Three\n\n* Four. * Five, 6 - 7") == [
+        "Two. - Three",
+        "Four. * Five, 6 - 7",
+    ]
 
 
 def test_every_picture_is_on_a_page():
