@@ -131,16 +131,19 @@ def toy_rates() -> dict[str, list]:
 
 
 def laser_rates() -> dict[str, list[Cell]]:
-    """Rows of claims about LASER with QK-norm, with temperatures and with Differential attention,
-    with seed 0: at half the claims' learning rate, at it, and at twice that.
+    """Rows of claims about LASER with QK-norm, with seed 0, and with temperatures and Differential
+    attention: at half the claims' learning rate, at it, and at twice that.
     """
     found = {}
     for study, names in RATES_OF_LASER.items():
         swept = by_row(study)
         for name in names:
             for row in dict.fromkeys(one.rpartition("-")[0] for one in swept):
-                if (own := claim(name).group(row)) is not None:
+                own = claim(name).group(row)
+                if own is not None and study == "toy-learning-rates":
                     found[row] = rates_of(swept, own, row)
+                elif own is not None:
+                    found[row] = [cell(group, *HERE) for group in (swept[f"{row}-half"], own, swept[f"{row}-twice"])]
     return {row: cells for row, cells in found.items() if row != "laser"}
 
 
@@ -240,10 +243,10 @@ def test_what_is_said_of_layer_norm_at_other_rates():
 
 def test_laser_leads_in_decoders_at_every_rate_and_of_encoders_only_the_vit():
     """Means at the training length; of one seed, where the rate has one."""
-    three, one_seed = toy_rates(), laser_rates()
+    three, others = toy_rates(), laser_rates()
     pairs = [(three["laser"], three["softmax"]), *((laser, softmax) for softmax, laser in depths().values())]
     rivals = {"qk_norm_laser": "qk_norm", "qwen3_laser": "qwen3_softmax", "differential_laser": "differential"}
-    pairs += [(one_seed[ours], one_seed[rival]) for ours, rival in rivals.items()]
+    pairs += [(others[ours], others[rival]) for ours, rival in rivals.items()]
     normed = {row: [cell(groups[row], *HERE) for groups in layer_norm().values()] for row in LAYER_NORM}
     pairs += [(normed["laser"], normed["softmax"]), (normed["qk_norm_laser"], normed["qk_norm"])]
     swept, own = by_row("lamb-learning-rates"), claim("laser-lamb")
