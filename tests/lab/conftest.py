@@ -5,6 +5,7 @@ a real run of it.
 import json
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -214,6 +215,27 @@ def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "trained"
     train(load(tiny), folder)
     return folder
+
+
+@pytest.fixture
+def stopped_at() -> Callable[..., int]:
+    """Stops a fine-tuning at a step (0: never), and returns the first step that it made."""
+    from softfocus.lab.progress import Event
+
+    def stop(step: int, tuned: Callable[[Callable[[Event], None]], object]) -> int:
+        steps: list[int] = []
+
+        def listen(event: Event) -> None:
+            if event.kind == "step":
+                steps.append(event.done)
+                if event.done == step:
+                    raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt) if step else nullcontext():
+            tuned(listen)
+        return steps[0]
+
+    return stop
 
 
 @pytest.fixture

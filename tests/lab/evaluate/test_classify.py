@@ -4,11 +4,14 @@ run stays as it is.
 
 import io
 import shutil
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from transformers import Trainer
 
 import softfocus
 import softfocus.hf
@@ -16,8 +19,9 @@ from softfocus.lab.data import of_recipe as data
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate import classify as room
 from softfocus.lab.evaluate.classify import Pairs, classify
-from softfocus.lab.progress import Event, silent
+from softfocus.lab.progress import Listener, silent
 from softfocus.lab.recipes.loading import load
+from softfocus.lab.run_folder import disk
 from softfocus.lab.run_folder.files import load_measured, save_measured
 from softfocus.lab.run_folder.results import Classification, Induction, Recall
 from softfocus.lab.studies import worker
@@ -96,38 +100,94 @@ def test_the_run_stays_and_the_mechanism_is_its_own(
 
 
 @pytest.mark.long
-def test_a_fine_tuning_that_was_stopped_goes_on(trained: Path, tmp_path: Path, short: None) -> None:
-    """To the result of one that was not stopped; one of other examples starts at the first step."""
-    folder = tmp_path / "trained"
-    shutil.copytree(trained, folder)
-    room.EPOCHS = 10  # of two steps; ``short`` sets it back
+@pytest.mark.parametrize(
+    "config",
+    [
+        ["model.config.hidden_dropout=0.1"],
+        # Its file has other names than the model: experts
+        ["model.architecture=mixtral", "model.config.num_key_value_heads=2", "model.config.num_local_experts=2"],
+    ],
+    ids=["dropout", "mixtral"],
+)
+def test_a_fine_tuning_that_was_stopped_goes_on_to_the_same_result(
+    tiny: Path,
+    tmp_path: Path,
+    short: None,
+    monkeypatch: pytest.MonkeyPatch,
+    config: list[str],
+    stopped_at: Callable[..., int],
+) -> None:
+    """Inside an epoch: twelve steps, three an epoch, and a checkpoint after every second one."""
+    folder = tmp_path / "run"
+    train(load(tiny, config), folder)
+    monkeypatch.setattr(room, "TRAINING", 96)
+    monkeypatch.setattr(room, "EPOCHS", 4)
+    weights: list[dict[str, torch.Tensor]] = []
+    true = Trainer.predict
+
+    def predict(trainer: Trainer, *arguments: object) -> object:
+        weights.append({name: x.clone() for name, x in trainer.model.state_dict().items()})
+        return true(trainer, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Trainer, "predict", predict)
     whole = classify(folder)
     (folder / "classification.json").unlink()
 
-    def stopped_at(step: int) -> list[int]:
-        steps: list[int] = []
+    def tuned(listen: Listener) -> object:
+        return classify(folder, progress=listen)
 
-        def listen(event: Event) -> None:
-            if event.kind == "step" and event.total == 20:
-                steps.append(event.done)
-                if event.done == step:
-                    raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt) if step else nullcontext():
-            classify(folder, progress=listen)
-        return steps
-
-    assert stopped_at(13)[0] == 1
+    assert stopped_at(9, tuned) == 1
     assert not (folder / "classification.json").exists()
-    half_written = next((folder / "classify.unfinished").glob("*")) / "checkpoint-14"
-    half_written.mkdir()  # a checkpoint without the state that Trainer writes last
-    room.TRAINING = 60
-    assert stopped_at(3)[0] == 1, "other examples"
-    room.TRAINING = 64
-    assert stopped_at(13)[0] == 1, "the checkpoints of other examples are gone"
-    assert stopped_at(0)[0] == 13, "from the checkpoint of step 12"
+    assert stopped_at(0, tuned) == 9
     assert load_measured(folder, Classification) == whole
+    first, second = weights
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
     assert not (folder / "classify.unfinished").exists()
+
+
+@pytest.mark.long
+def test_a_fine_tuning_goes_on_from_what_is_whole_and_its_own(
+    trained: Path, tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    stopped_at: Callable[..., int],
+) -> None:  # fmt: skip
+    folder = tmp_path / "trained"
+    shutil.copytree(trained, folder)
+    monkeypatch.setattr(room, "EPOCHS", 10)  # of two steps
+
+    def tuned(listen: Listener) -> object:
+        return classify(folder, progress=listen)
+
+    def kept() -> list[Path]:
+        return sorted((folder / "classify.unfinished").rglob("checkpoint-*"))
+
+    assert stopped_at(9, tuned) == 1
+    _, newer = kept()  # checkpoint-6 and checkpoint-8
+    (newer / "trainer_state.json").write_text("")
+    assert stopped_at(9, tuned) == 7
+    assert "checkpoint-8 is damaged" in caplog.text
+    for checkpoint in kept():
+        (checkpoint / "trainer_state.json").unlink()
+    assert stopped_at(5, tuned) == 1
+    assert "the fine-tuning starts again" in caplog.text
+    monkeypatch.setattr(room, "TRAINING", 62)
+    assert stopped_at(5, tuned) == 1, "other examples"
+    monkeypatch.setattr(room, "TRAINING", 64)
+    assert stopped_at(5, tuned) == 1, "other examples have been learned since"
+    (folder / "classify.unfinished" / "a file").touch()
+    assert stopped_at(0, tuned) == 5
+    assert not (folder / "classify.unfinished").exists()
+
+
+@pytest.mark.long
+def test_a_disk_without_room_is_refused_before_a_fine_tuning(
+    trained: Path, tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "trained"
+    shutil.copytree(trained, folder)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(LabError, match=r"fine-tuning needs .* for its checkpoints; free some space"):
+        classify(folder)
 
 
 @pytest.mark.long

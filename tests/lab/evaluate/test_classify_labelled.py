@@ -4,6 +4,8 @@ import json
 import random
 import re
 import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from softfocus.lab.data.tokenizer import load_tokenizer
 from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate import classify as room
 from softfocus.lab.evaluate.classify import classify_labelled
+from softfocus.lab.progress import Listener, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.files import load_measured
 from softfocus.lab.run_folder.results import Labelled
@@ -159,6 +162,26 @@ def test_labels_that_can_be_learned_are_learned(trained: Path, tmp_path: Path, m
     assert load_measured(folder, Labelled).rows == [row, second]
     again = classify_labelled(folder, data, epochs=1)
     assert load_measured(folder, Labelled).rows == [second, again], "a data set has one row"
+
+
+@pytest.mark.long
+def test_a_fine_tuning_on_labelled_examples_goes_on(
+    trained: Path, tmp_path: Path, stopped_at: Callable[..., int]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    data = written(tmp_path / "letters", letters(0, 90), letters(1, 40))
+
+    def tuned(listen: Listener, fields: Sequence[str] = ("one", "two")) -> object:
+        return classify_labelled(folder, data, fields=fields, epochs=4, progress=listen)
+
+    whole = tuned(silent)
+    assert stopped_at(9, tuned) == 1
+    assert stopped_at(9, partial(tuned, fields=("two", "one"))) == 1, "other fields"
+    assert stopped_at(9, tuned) == 1
+    assert stopped_at(0, tuned) == 9
+    assert load_measured(folder, Labelled).rows == [whole]
+    assert not (folder / "classify.unfinished").exists()
 
 
 @pytest.mark.long

@@ -18,12 +18,10 @@ from torch.utils.data import Dataset
 from transformers import (
     AutoModelForSequenceClassification,
     PrinterCallback,
-    Trainer,
     TrainerCallback,
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer import TRAINER_STATE_NAME
 
 from softfocus.hf.config import layout_of
 from softfocus.lab import laser_ablation
@@ -37,7 +35,9 @@ from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder.disk import check_room, writing
 from softfocus.lab.run_folder.files import (
+    CHECKPOINTS,
     LABELLED,
     MODEL,
     RECIPE,
@@ -48,6 +48,7 @@ from softfocus.lab.run_folder.files import (
     save_measured,
 )
 from softfocus.lab.run_folder.results import Classification, Labelled, LabelledRow, RunInfo
+from softfocus.lab.train import checkpoints
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +60,11 @@ RATE = 0.25
 0.
 """
 SAVED = 0.1
-"""Checkpoints are that share of the steps apart."""
+"""The share of the steps between two checkpoints, rounded up to whole steps."""
+CHECKPOINTS_SIZE = 3 * 12
+"""Bytes a parameter: weight and two moments in float32, of two checkpoints that are kept and one
+that is written.
+"""
 
 
 class Pairs(Dataset[dict[str, torch.Tensor]]):
@@ -119,7 +124,8 @@ def classify(folder: Path, *, progress: Listener = silent) -> Classification:
 
     The model of the run stays as it is. Examples are the same for every run of a corpus and a
     training length; the run's seed decides the head's first weights and the order of the examples.
-    It takes minutes. Started again after it was stopped, it goes on from its last checkpoint.
+    It takes minutes. Started again after it was stopped, it goes on from its last checkpoint,
+    unless the run has been fine-tuned on other examples since.
 
     Args:
         folder: a finished run of a recipe with text.
@@ -130,7 +136,7 @@ def classify(folder: Path, *, progress: Listener = silent) -> Classification:
 
     Raises:
         LabError: a run that is not finished or was trained on a task, an architecture that has no
-            classifier in Transformers, or too few documents.
+            classifier in Transformers, too few documents, or a disk without room for checkpoints.
     """
     models.quiet()
     info, recipe = load_run(folder), load(folder / RECIPE)
@@ -140,9 +146,8 @@ def classify(folder: Path, *, progress: Listener = silent) -> Classification:
     test = Pairs(store.validation, store.validation_documents, length, TEST, random_for("evaluation", 0, 0))
     set_seed(info.seed)
     model = _classifier(folder, data.Text(store).end_of_document, labels=2)
-    scratch = _scratch(folder, info, length, TRAINING, TEST, EPOCHS)
-    with models.memory("classify on a device with more memory"):
-        predicted = _fine_tuned(model, recipe, info, examples, test, scratch, progress)
+    unfinished = _unfinished(folder, info, recipe, store.folder.name, length, TRAINING, EPOCHS)
+    predicted = _fine_tuned(model, recipe, info, examples, test, unfinished, progress)
     right = predicted == test.labels
     documents = np.unique(test.documents)
     counts = [int((test.documents == document).sum()) for document in documents]
@@ -159,7 +164,7 @@ def classify(folder: Path, *, progress: Listener = silent) -> Classification:
         counts=counts,
     )
     save_measured(folder, found)
-    shutil.rmtree(scratch.parent)
+    shutil.rmtree(unfinished.parent, ignore_errors=True)
     return found
 
 
@@ -176,7 +181,8 @@ def classify_labelled(
     those that are held out.
 
     The model of the run stays as it is. The run's seed decides the head's first weights and the
-    order of the examples. Started again after it was stopped, it goes on from its last checkpoint.
+    order of the examples. Started again after it was stopped, it goes on from its last checkpoint,
+    unless the run has been fine-tuned on other examples since.
 
     Args:
         folder: a finished run of a recipe with text.
@@ -192,7 +198,8 @@ def classify_labelled(
     Raises:
         LabError: a run that is not finished or was trained on a task, an architecture that has no
             classifier in Transformers, a layout with sinks, files that
-            `softfocus.lab.data.labelled.read` refuses, or a labelled.json that cannot be read.
+            `softfocus.lab.data.labelled.read` refuses, a labelled.json that cannot be read, or a
+            disk without room for checkpoints.
     """
     models.quiet()
     info, recipe = load_run(folder), load(folder / RECIPE)
@@ -205,9 +212,9 @@ def classify_labelled(
     set_seed(info.seed)
     model = _classifier(folder, end, labels=len(found.labels))
     passes, batches = epochs or EPOCHS, partial(labelled.padded, end=end)
-    scratch, sets = _scratch(folder, info, found.key, *found.fields, passes), (found.training, found.held_out)
-    with models.memory("classify on a device with more memory"):
-        predicted = _fine_tuned(model, recipe, info, *sets, scratch, progress, epochs=passes, batches=batches)
+    unfinished = _unfinished(folder, info, recipe, found.key, *found.fields, passes)
+    sets = found.training, found.held_out
+    predicted = _fine_tuned(model, recipe, info, *sets, unfinished, progress, epochs=passes, batches=batches)
     answers = found.held_out.labels
     ((commonest, _),) = Counter(found.training.labels.tolist()).most_common(1)
     mean = Mean.of((predicted == answers).astype(int).tolist(), [1] * len(answers))
@@ -229,7 +236,7 @@ def classify_labelled(
     if any(one.data == row.data for one in kept):
         _log.warning("%s holds a row of other files named %s, too", folder / LABELLED, row.data)
     save_measured(folder, Labelled(**info.named, rows=[*kept, row]))
-    shutil.rmtree(scratch.parent)
+    shutil.rmtree(unfinished.parent, ignore_errors=True)
     return row
 
 
@@ -240,21 +247,29 @@ def _same_data(one: LabelledRow, other: LabelledRow) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in ("data", "labels", "examples", "held_out"))
 
 
-def _scratch(folder: Path, info: RunInfo, *what: str | int) -> Path:
-    """Where the checkpoints of a fine-tuning are until it is finished. ``what`` tells it from
-    others, whose checkpoints are removed.
+def _unfinished(folder: Path, info: RunInfo, recipe: Recipe, *what: str | int) -> Path:
+    """Where a fine-tuning has its checkpoints until it is finished: a folder whose name tells it
+    from others. Those of others are deleted. ``what`` is what it trains on, and how long.
     """
-    scratch = folder / UNFINISHED_CLASSIFICATION / hashlib.sha256(repr((info.token, what)).encode()).hexdigest()[:16]
-    for other in scratch.parent.glob("*"):
-        if other != scratch:
-            shutil.rmtree(other)
-    return scratch
+    how = RATE, BATCH, recipe.train.learning_rate, recipe.train.weight_decay, recipe.train.bf16
+    key = hashlib.sha256(repr((info.token, what, how)).encode()).hexdigest()[:16]
+    unfinished = folder / UNFINISHED_CLASSIFICATION / key
+    for other in unfinished.parent.glob("*"):
+        if other != unfinished:
+            shutil.rmtree(other, ignore_errors=True)
+    return unfinished
 
 
-def _last_checkpoint(scratch: Path) -> str | None:
-    """The last whole one: Trainer writes its state last."""
-    whole = [file.parent for file in scratch.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
-    return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
+def _keeping(unfinished: Path, info: RunInfo, progress: Listener) -> checkpoints.Keeping:
+    """From the newest checkpoint on that is not damaged, or from the start."""
+    token = unfinished.name
+    try:
+        newest = checkpoints.newest(unfinished, info.name, token, progress)
+    except LabError as error:
+        _log.warning("%s; the fine-tuning starts again", error.what)
+        newest = None
+    checkpoints.clear(unfinished, newest)
+    return checkpoints.Keeping(newest, token, lambda: None)
 
 
 def _refuse_sinks(folder: Path) -> None:
@@ -283,7 +298,7 @@ def _fine_tuned(
     info: RunInfo,
     examples: Pairs | labelled.Examples,
     test: Pairs | labelled.Examples,
-    scratch: Path,
+    unfinished: Path,
     progress: Listener,
     *,
     epochs: int | None = None,
@@ -292,7 +307,7 @@ def _fine_tuned(
     """The class that the fine-tuned model gives each test example, int64 [tests]."""
     passes = epochs or EPOCHS
     arguments = TrainingArguments(
-        output_dir=str(scratch),
+        output_dir=str(unfinished / CHECKPOINTS / checkpoints.UNFINISHED),
         num_train_epochs=passes,
         per_device_train_batch_size=BATCH,
         per_device_eval_batch_size=BATCH,
@@ -304,7 +319,6 @@ def _fine_tuned(
         bf16=recipe.train.bf16,
         seed=info.seed,
         save_steps=SAVED,
-        save_total_limit=1,
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -312,10 +326,21 @@ def _fine_tuned(
     )
     arguments._n_gpu = min(1, arguments._n_gpu)  # Trainer's DataParallel would change the batch
     steps = _Steps(info.name, progress)
-    trainer = Trainer(model, arguments, train_dataset=examples, data_collator=batches, callbacks=[steps])
-    trainer.remove_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=_last_checkpoint(scratch))
-    scores: Any = trainer.predict(test).predictions
+    remedy = "free some space; then call it again"
+    needed = CHECKPOINTS_SIZE * sum(parameter.numel() for parameter in model.parameters())
+    check_room(unfinished, needed, "fine-tuning needs {} for its checkpoints", remedy)
+    with models.memory("classify on a device with more memory"), writing(unfinished, remedy):
+        trainer = checkpoints.CheckpointTrainer(
+            _keeping(unfinished, info, progress),
+            model=model,
+            args=arguments,
+            train_dataset=examples,
+            data_collator=batches,
+            callbacks=[steps],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.resume()
+        scores: Any = trainer.predict(test).predictions
     predicted: NDArray[np.int64] = scores.argmax(-1)
     return predicted
 

@@ -69,8 +69,12 @@ def estimate(
             seconds += training * _fine_tuning(job.recipe, processes)
     seconds /= min(workers, max(1, len(left)))
     sizes = [timed[row][1] for job, row in zip(left, rows, strict=True) if not job.trained]
-    # Each run that trains writes a third checkpoint while it keeps two
-    size = KEPT * sum(sizes) + CHECKPOINT * sum(sorted(sizes)[-workers:])
+    # A training writes a third checkpoint while it keeps two; a fine-tuning has three of its own
+    peaks = [
+        (3 if "classification" in job.recipe.evaluate.also else not job.trained) * CHECKPOINT * timed[row][1]
+        for job, row in zip(left, rows, strict=True)
+    ]
+    size = KEPT * sum(sizes) + sum(sorted(peaks)[-workers:])
     return Expected(runs=len(jobs), left=len(left), seconds=seconds, bytes=size)
 
 

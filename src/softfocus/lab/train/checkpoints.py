@@ -4,7 +4,12 @@ written.
 
 import logging
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Listener, preparing
@@ -15,6 +20,54 @@ UNFINISHED = ".unfinished"
 """A folder beside the checkpoints, in which one is written until it is whole."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass
+class Keeping:
+    """What a training does about checkpoints.
+
+    Attributes:
+        newest: the newest checkpoint, None before the first; at first the one to go on from.
+        token: the run's, which every checkpoint gets.
+        before: called before each one; what it raises ends the training.
+    """
+
+    newest: Path | None
+    token: str
+    before: Callable[[], None]
+
+
+class CheckpointTrainer(Trainer):
+    """Transformers' Trainer, whose checkpoints are whole with checksums, or not there. Its
+    output_dir is `UNFINISHED`, beside the checkpoints.
+
+    Args:
+        keeping: which checkpoint to go on from, and how to keep others.
+        arguments: of Trainer.
+    """
+
+    def __init__(self, keeping: Keeping, **arguments: Any):
+        super().__init__(**arguments)
+        self.keeping = keeping
+
+    def resume(self) -> None:
+        """Train, from the newest checkpoint on if there is one."""
+        self.train(resume_from_checkpoint=str(self.keeping.newest) if self.keeping.newest else None)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.keeping.before()
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()  # each process has written the state of its random numbers
+        unfinished, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            keep(unfinished / name, unfinished.parent / name, self.keeping.newest, self.keeping.token)
+        self.keeping.newest = unfinished.parent / name
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        # Trainer's own silently leaves out what a file holds under another name than the model:
+        # GPT-NeoX's untied head, Mixtral's experts
+        model = self.model if model is None else model
+        model.load_state_dict(type(model).from_pretrained(resume_from_checkpoint).state_dict())
 
 
 def keep(written: Path, checkpoint: Path, before: Path | None, token: str) -> None:

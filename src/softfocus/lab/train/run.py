@@ -46,7 +46,6 @@ from softfocus.lab.run_folder.results import RunInfo, Session, Status
 from softfocus.lab.train import checkpoints, memory, processes, records
 from softfocus.lab.train.trainer import (
     LARGEST_NORM,
-    Keeping,
     Watch,
     WindowTrainer,
     interruptible,
@@ -143,7 +142,9 @@ def _train(
         if owner is not None:
             save_run(folder, info)
         watch = Watch(recipe, listener)
-        keeping = Keeping(checkpoint, info.token, lambda: owner.check(folder) if owner is not None else None)
+        keeping = checkpoints.Keeping(
+            checkpoint, info.token, lambda: owner.check(folder) if owner is not None else None
+        )
         noted = recipe.train.validations > 0
         held_out = source.validation_windows(recipe) if noted and isinstance(source, data.Text) else None
         trainer = make_trainer(recipe, folder, model, windows, watch, keeping, held_out)
@@ -324,7 +325,7 @@ def _run(trainer: WindowTrainer, watch: Watch, folder: Path, single_process: boo
     keeping = trainer.keeping
     try:
         with interruptible(watch, enabled=single_process):
-            trainer.train(resume_from_checkpoint=str(keeping.newest) if keeping.newest else None)
+            trainer.resume()
     except pickle.UnpicklingError as error:
         raise LabError(
             f"{keeping.newest} holds more than numbers, which torch does not load: {first_line(error)}",

@@ -4,9 +4,8 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,7 +15,7 @@ from tensorboard.compat.proto.event_pb2 import Event as EventRecord
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 import softfocus.hf
 from softfocus.lab import objective
@@ -37,22 +36,7 @@ WARM_UP_STEPS = 5
 """Steps left out of tokens per second: allocators, caches and compilers settle in them."""
 
 
-@dataclass
-class Keeping:
-    """What a training does about checkpoints.
-
-    Attributes:
-        newest: the newest checkpoint, None before the first; at first the one to go on from.
-        token: the run's, which every checkpoint gets.
-        before: called before each one; what it raises ends the training.
-    """
-
-    newest: Path | None
-    token: str
-    before: Callable[[], None]
-
-
-class WindowTrainer(Trainer):
+class WindowTrainer(checkpoints.CheckpointTrainer):
     """Training on windows of a text, or samples of another kind, in the order in which the dataset
     gives them.
 
@@ -62,9 +46,8 @@ class WindowTrainer(Trainer):
         arguments: of Trainer.
     """
 
-    def __init__(self, recipe: Recipe, keeping: Keeping, **arguments: Any):
-        super().__init__(**arguments)
-        self.keeping = keeping
+    def __init__(self, recipe: Recipe, keeping: checkpoints.Keeping, **arguments: Any):
+        super().__init__(keeping, **arguments)
         self._recipe = recipe
         config = self.model.config
         outcomes = config.num_labels if recipe.data.images is not None else config.vocab_size
@@ -111,21 +94,6 @@ class WindowTrainer(Trainer):
                 f"lower train.learning_rate ({train.learning_rate}), raise train.warmup ({train.warmup}), or choose a "
                 "smaller power, and start again with --overwrite",
             )
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.keeping.before()
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()  # each process has written the state of its random numbers
-        unfinished, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
-        if self.args.should_save:
-            checkpoints.keep(unfinished / name, unfinished.parent / name, self.keeping.newest, self.keeping.token)
-        self.keeping.newest = unfinished.parent / name
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        # Trainer's own silently leaves out what a file holds under another name than the model:
-        # GPT-NeoX's untied head
-        model = self.model if model is None else model
-        model.load_state_dict(type(model).from_pretrained(resume_from_checkpoint).state_dict())
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """Matrices and embeddings: what a mechanism learns for each head is a scale, like a norm's,
@@ -282,7 +250,7 @@ def make_trainer(
     model: Any,
     windows: Dataset[Any],
     watch: Watch,
-    keeping: Keeping,
+    keeping: checkpoints.Keeping,
     held_out: torch.Tensor | None = None,
 ) -> WindowTrainer:
     """A trainer for a recipe, which goes on from a checkpoint if there is one; train.validations
