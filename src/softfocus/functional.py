@@ -346,6 +346,7 @@ def _mask_and_bias(
             bias = added
         else:
             raise TypeError(
-                f"attn_mask: got dtype {attn_mask.dtype}, expected torch.bool or floating point of 16 bits or more"
+                f"attn_mask: got dtype {attn_mask.dtype}, expected torch.bool or floating point of 16 bits or more; "
+                "if 1 marks a visible key, pass attn_mask.bool()"
             )
     return mask, bias

@@ -201,8 +201,10 @@ def check_keys(name: str, x: Tensor, key: Tensor) -> None:
     """A tensor with one entry a key: [B, Lk]."""
     check_tensor(name, x, key.device)
     if x.shape != (key.size(0), key.size(2)):
+        one_for_all = x.shape == (1, key.size(2))
+        remedy = f"; if it holds for the whole batch, pass {name}.expand({key.size(0)}, -1)" if one_for_all else ""
         raise ValueError(
-            f"{name}: got shape {_shape(x)}, expected [batch, key length] = [{key.size(0)}, {key.size(2)}]"
+            f"{name}: got shape {_shape(x)}, expected [batch, key length] = [{key.size(0)}, {key.size(2)}]{remedy}"
         )
 
 
@@ -210,7 +212,10 @@ def check_key_mask(key_mask: Tensor, key: Tensor) -> None:
     """bool [B, Lk], True where the key is real."""
     check_keys("key_mask", key_mask, key)
     if key_mask.dtype != torch.bool:
-        raise TypeError(f"key_mask: got dtype {key_mask.dtype}, expected torch.bool, True where the key is real")
+        raise TypeError(
+            f"key_mask: got dtype {key_mask.dtype}, expected torch.bool, True where the key is real; if 1 marks a real "
+            "key, as in a tokenizer's attention_mask, pass key_mask.bool()"
+        )
 
 
 def _holds_integers(x: Tensor) -> bool:

@@ -23,7 +23,7 @@ PLUGIN = HERE.parent / "emulated" / "gpu"
 SOME = (  # `make emulated-gpu` runs all
     "test_parity[causal-lssa-bfloat16]",
     "test_parity_of_keys_split_among_programs[decode-lssar-bfloat16]",
-    "test_laser_of_a_key_at_the_threshold",  # only here it can fail: it needs a fused multiply-add
+    "test_laser_of_a_key_at_the_threshold",  # on a CPU it can fail only here: a fused multiply-add
 )
 
 
@@ -53,12 +53,12 @@ def test_parity_of_what_is_compiled(arch, backwards):
 ORDERS = """
 import plugin, hashlib, torch
 from softfocus import attention
-query, key, value, above = (torch.randn(2, 2, 70, 16, generator=torch.Generator().manual_seed(n)) for n in range(4))
+query, key, value, grad_out = (torch.randn(2, 2, 70, 16, generator=torch.Generator().manual_seed(n)) for n in range(4))
 leaves = [x.bfloat16().requires_grad_() for x in (query, key, value)]
 for backwards in (False, True):
     plugin.BACKWARDS = backwards
     out = attention(*leaves, is_causal=True, mechanism="lssa", backend="triton")
-    results = (out, *torch.autograd.grad(out, leaves, above.bfloat16()))
+    results = (out, *torch.autograd.grad(out, leaves, grad_out.bfloat16()))
     print(*[hashlib.sha256(x.detach().float().numpy().tobytes()).hexdigest() for x in results])
 """
 

@@ -418,9 +418,9 @@ def test_laser_with_a_learned_power_of_zero(quiet, phi):
 
 
 def test_laser_of_a_key_at_the_threshold(quiet):
-    """Every row is marked. A key's phi is the threshold. A GPU computes u of 16-bit dtypes with one
-    rounding less than the interpreter, and u of this key may then be 2^-25 in place of 0. Only the
-    emulator and a GPU can fail here.
+    """Every row is marked. The phi of keys 0 and 7 is the threshold. A GPU computes u of 16-bit
+    dtypes with one rounding less than the interpreter, and u of these keys may then be 2^-25 in
+    place of 0. Only the emulator and a GPU can fail here.
     """
     phi = torch.tensor([24.0, 19, 31, 3, 27, 21, 23, 24, 22, 45, 18, 30, 17, 31, 29, 20]).repeat(16, 1)
     spread = torch.arange(8.0, 24.0)

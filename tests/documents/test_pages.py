@@ -90,7 +90,8 @@ def test_torn_bold_text_would_be_noticed():
 
 def lost_items(text: str) -> list[str]:
     """Where an item of a list runs on in the item before: a bullet after the end of a sentence."""
-    return re.findall(r"[^\n]*[.*]\s[*-] (?=[A-Z`*])[^\n]*", re.sub(r"\n+ *[*-] ", "\n\n", without_code_blocks(text)))
+    text = re.sub(r"\n+ *[*-] ", "\n\n", re.sub(r"`[^`]*`", "`", without_code_blocks(text)))
+    return re.findall(r"[^\n]*[.:;)*]\s[*-]\s(?=[A-Z`*])[^\n]*", text)
 
 
 @page
@@ -99,10 +100,9 @@ def test_lists_have_one_item_a_bullet(path):
 
 
 def test_a_lost_item_would_be_noticed():
-    assert lost_items("**A**\n- One.\n- Two. - Three\n\n* Four. * Five, 6 - 7") == [
-        "Two. - Three",
-        "Four. * Five, 6 - 7",
-    ]
+    text = "**A**\n- One.\n- Two. - Three\n\n* Four; * Five, 6 - 7"
+    assert lost_items(text) == ["Two. - Three", "Four; * Five, 6 - 7"]
+    assert lost_items("\n- One. -\n`two` is next\n- `a. - B`") == ["One. -\n` is next"]
 
 
 def test_every_picture_is_on_a_page():

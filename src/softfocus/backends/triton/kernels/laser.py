@@ -209,7 +209,9 @@ def gradients_of_marked(s, weighted_grad, exact, inputs, algebra, h):
 
     Where f is ``tiny`` (TINY_BELOW), the second result is p dL/d(log r) and the third phi' / phi,
     so that their product is still dL/ds. They may take this form because no mean_grad is subtracted
-    from the second: f is tiny in rows without a threshold alone, and their mean_grad is 0.
+    from the second: only rows without a threshold, and tied ones, have a limit above 0, and their
+    mean_grad is 0. A key at or below a threshold also gets p dL/d(log r), which is 0, or for 16-bit
+    dtypes a rounding error. Its third result stays phi'.
     """
     f = algebra.phi.f(s, exact.shift, algebra)
     # derivative includes phi_unit here, unlike in weights_and_gradients
