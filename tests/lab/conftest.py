@@ -3,6 +3,7 @@ a real run of it.
 """
 
 import json
+import math
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -39,6 +40,7 @@ def make_row(
     share = min(1.0, train_length / length)  # of the positions that are within the training length
     parts = [(0, min(train_length, length), loss + gain * (1 - share))]
     parts += [(train_length, length, loss - gain * share)] if length > train_length else []
+    side = 0.0 if math.isnan(spread) else spread
     return Row(
         length=length,
         setting=setting,
@@ -55,7 +57,7 @@ def make_row(
                 loss=mean,
                 standard_error=spread,
                 tokens=windows * (end - start),
-                sums=[(mean + side * spread) * windows / 2 * (end - start) for side in (-1, 1)] if by_document else [],
+                sums=[(mean + sign * side) * windows / 2 * (end - start) for sign in (-1, 1)] if by_document else [],
             )
             for start, end, mean in parts
         ],

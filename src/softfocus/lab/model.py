@@ -96,8 +96,7 @@ def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any
     for key in recipe.model.config:
         # Transformers silently keeps keys that it does not know: a typo would train another model
         if key not in known:
-            guess = did_you_mean(key, known, f"see {cls.__name__} of Transformers", "model.config.")
-            raise LabError(f"architecture {architecture!r} has no key 'model.config.{key}'", guess)
+            raise _no_key(architecture, key, known, f"see {cls.__name__} of Transformers")
     _check_sizes(recipe, cls.attribute_map)
     values = _of_data(recipe, vocabulary, end) | recipe.model.config
     if values.get("vocab_size", vocabulary) < vocabulary:
@@ -123,6 +122,22 @@ def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any
     _check_length(config, recipe)
     _check_heads(config)
     return config
+
+
+def _no_key(architecture: str, key: str, known: Mapping[str, Any], see: str) -> LabError:
+    """Most often a key of the architecture that a recipe was written for, before --set or a table
+    over its base changed model.architecture.
+    """
+    from transformers import CONFIG_MAPPING
+
+    what = f"architecture {architecture!r} has no key 'model.config.{key}'"
+    for other in ("gpt_neox", "llama", "stablelm", "t6", "bert", "vit", "wav2vec2-conformer"):
+        if key in CONFIG_MAPPING[other]().to_dict():
+            what += (
+                f": it is one of {other!r}, in the recipe's own [model.config], which model.architecture leaves as is"
+            )
+            return LabError(what, f"write a .toml recipe without `base`, with a [model.config] of its own ({see})")
+    return LabError(what, did_you_mean(key, known, see, "model.config."))
 
 
 def _of_data(recipe: Recipe, vocabulary: int, end: int | None) -> dict[str, Any]:

@@ -250,7 +250,11 @@ def test_a_figure_is_drawn_where_its_results_have_changed(tmp_path: Path, monkey
 
 def _shift_a_loss(results: Path) -> None:
     found = json.loads(results.read_text())
-    found["runs"][0]["evaluation"]["rows"][0]["loss"] += 0.1
+    row = found["runs"][0]["evaluation"]["rows"][0]
+    row["loss"] += 0.1
+    (bucket,) = row["buckets"]
+    bucket["loss"] += 0.1
+    bucket["sums"][0] += 0.1 * row["tokens"]  # which make the loss
     results.write_text(json.dumps(found))
 
 

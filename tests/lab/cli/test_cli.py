@@ -131,9 +131,16 @@ def test_json_on_stdout_is_json_alone(trained: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(
     ("arguments", "folder", "seed"),
-    [([], "runs/demo", None), (["--seed", "0"], "runs/demo-0", 0), (["--seed", "2", "--out", "here"], "here", 2)],
+    [
+        ([], "runs/demo", None),
+        (["--seed", "0"], "runs/demo-0", 0),
+        (["--seed", "2", "--out", "here"], "here", 2),
+        (["--fast"], "runs/demo-fast", None),
+        (["--fast", "--seed", "1"], "runs/demo-fast-1", 1),
+        (["--fast", "--out", "here"], "here", None),
+    ],
 )
-def test_demos_of_several_seeds_lie_side_by_side(
+def test_demos_of_several_seeds_and_trials_lie_side_by_side(
     arguments: list[str],
     folder: str,
     seed: int | None,
@@ -168,6 +175,7 @@ FAILURES: list[tuple[list[str], str]] = [
     (["demo", "--fast", "--out", "/proc/none"], "cannot write /proc/none"),
     (["compare", "no-run"], "there is no run at no-run"),
     (["report", "no-folder"], "there is no folder no-folder; name one that holds CLAIM/SCALE/results.json"),
+    (["report", "FILE"], "report is for claims: it takes a folder with CLAIM/SCALE/results.json; name that folder"),
     (["report", "TRAINED"], "holds no CLAIM/SCALE/results.json; name a folder that `softfocus reproduce` wrote"),
     (["generate", "no-run"], "there is no run at no-run"),
     (["mechanisms", "--json", "/proc/none/x.json"], "name a folder that can be written to"),

@@ -46,6 +46,9 @@ SAYS = [
     (["data.mqar.pairs=8"], "data: source and mqar exclude one another", "give one of source, mqar, passkey"),
     (["train.steps"], "'train.steps' is not KEY=VALUE", "--set train.steps=100"),
     (["#x=3"], "has no key '#x'", "the keys here are name"),
+    (["lr=3"], "has no key 'lr'", "evaluate; a key of a table has a dot, as train.learning_rate"),
+    (["steps=3"], "has no key 'steps'", "did you mean 'train.steps'?"),
+    (["learning-rate=3"], "has no key 'learning-rate'", "did you mean 'train.learning_rate'?"),
     (["train.steps=9\nx=3"], "sets more than one key", "give --set once for each key"),
     (['model.mechanism={ ph = "exp" }'], "model.mechanism: Mechanism has no field 'ph'", "did you mean 'phi'"),
     (["model.mechanism=3"], "model.mechanism: got 3, expected a name of `softfocus mechanisms`", "correct it in"),
@@ -445,6 +448,18 @@ def test_what_does_not_fit_is_refused_before_the_corpus_is_read(
     with pytest.raises(LabError, match=re.escape(words)):
         train(cohere2(change), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_keys_of_the_architecture_that_a_recipe_was_written_for_are_told_from_typing_errors() -> None:
+    with pytest.raises(LabError) as caught:
+        models.check(load("demo", ["model.architecture=gemma2"]))
+    assert caught.value.what == (
+        "architecture 'gemma2' has no key 'model.config.use_parallel_residual': it is one of 'gpt_neox', in the "
+        "recipe's own [model.config], which model.architecture leaves as is"
+    )
+    assert "write a .toml recipe without `base`" in caught.value.remedy
+    with pytest.raises(LabError, match=r"no key 'model\.config\.nothing'; see GPTNeoXConfig"):
+        models.check(load("demo", ["model.config.nothing=1"]))
 
 
 def test_a_run_beside_it_does_not_make_a_misspelt_recipe_a_missing_file(tmp_path, monkeypatch):

@@ -10,8 +10,10 @@ from rich.console import Console
 from softfocus.lab.errors import LabError
 from softfocus.lab.report.compare import compare
 from softfocus.lab.report.points import cell
+from softfocus.lab.report.report import build
 from softfocus.lab.report.results import RESULTS, Report, grouped, read_as
 from softfocus.lab.run_folder.files import EVALUATION, RECIPE, RUN, save_measured, save_run
+from softfocus.lab.run_folder.results import json_text
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -226,6 +228,29 @@ def test_no_run_or_one_twice(four, tmp_path, quiet):
     with pytest.raises(LabError, match="named twice"):
         compare([folder, tmp_path / "b" / ".." / "a"], tmp_path / "out", console=quiet)
     assert (folder / RUN).exists()
+
+
+def test_two_folders_of_one_run_are_named(four, tmp_path, quiet):
+    folders = [save(four[0], tmp_path / name) for name in ("a", "copy")]
+    with pytest.raises(LabError) as caught:
+        compare(folders, tmp_path / "out", console=quiet)
+    says = f"the run {four[0].info.name} is there twice: {folders[0]} and {folders[1]} hold the same run"
+    assert caught.value.what == says
+    assert caught.value.remedy == "leave one of them out"
+    results = tmp_path / "results.json"
+    results.write_text(json_text(build([four[0]])))
+    with pytest.raises(LabError, match=r"is there twice: in .*copy and in .*results\.json; name its folder or"):
+        compare([folders[1], results], tmp_path / "out", console=quiet)
+    results.write_text(json_text(build([four[0], four[0]])))
+    with pytest.raises(LabError, match=r"is there twice in .*results\.json; write it again"):
+        compare([results], tmp_path / "out", console=quiet)
+
+
+def test_a_report_without_a_run_is_refused(four, tmp_path, quiet):
+    results = tmp_path / "results.json"
+    results.write_text(json_text(build([])))
+    with pytest.raises(LabError, match=r"results\.json has no run; leave it out, or write it again"):
+        compare([save(four[0], tmp_path / "a"), results], tmp_path / "out", console=quiet)
 
 
 @pytest.mark.long

@@ -23,9 +23,10 @@ from softfocus.lab.report.notes import provenance, same_text
 from softfocus.lab.report.page import render
 from softfocus.lab.report.points import Group, cell, columns, growth, labels, settings, shared_columns
 from softfocus.lab.report.report import build, write
-from softfocus.lab.report.results import Entry, Report, read_as
+from softfocus.lab.report.results import Entry, Report, load_entry, read_as
 from softfocus.lab.report.table import loss_table
-from softfocus.lab.run_folder.results import Setting, json_text
+from softfocus.lab.run_folder.files import save_run
+from softfocus.lab.run_folder.results import Row, Setting, json_text
 
 
 def grouped(*entries):
@@ -367,7 +368,15 @@ class TestFinding:
     def test_nothing_to_say(self, fabricate):
         assert "there is no run" in build([]).finding.sentence
         lone = [fabricate("lssa", [1.0], train_length=128), fabricate("lssar", [1.0], train_length=192)]
-        assert "no length is shared" in build(lone, axis="tokens").finding.sentence
+        assert build(lone, axis="tokens").finding.sentence == (
+            "Nothing can be said: no length is shared by all runs (in tokens: LSSA has 128; LSSAR has 192). "
+            "Evaluate all at the same lengths: `softfocus evaluate RUN --lengths LIST`."
+        )
+
+    def test_many_that_share_no_length(self, fabricate):
+        lone = [fabricate("lssa", [1.0], name=f"run-{n}", train_length=128 + n, recipe="") for n in range(10)]
+        said = build(lone, axis="tokens").finding.sentence
+        assert "LSSA · run-7 has 135; 2 more are in the report)." in said
 
     def test_no_threshold_is_spoken_of(self, four):
         text = render(build(four)) + " ".join(build(four).notes)
@@ -687,6 +696,68 @@ class TestReport:
         if text is not None:
             path.write_text(text)
         with pytest.raises(LabError, match=f"{said}.*softfocus compare"):
+            read_as(Report, path)
+
+    @pytest.mark.parametrize(
+        ("damage", "says"),
+        [
+            (lambda row: row["windows_by_document"].pop(), "2 documents, and 1 windows_by_document"),
+            (lambda row: row["documents"].append(9), "3 documents, and 2 windows_by_document"),
+            (lambda row: row["buckets"][0]["sums"].pop(), "length 128: 2 documents, and 1 sums from 0"),
+            (lambda row: row.update(loss=1.1), "length 128: the loss is 1.1, and its sums by document make 1"),
+            (lambda row: row.update(loss="NaN"), "the loss is nan, and its sums by document make 1"),
+            (lambda row: row.update(loss="Infinity"), "the loss is inf, and its sums by document make 1"),
+            (lambda row: row.update(tokens=9), "the loss is 1, and its sums by document make 455.111"),
+            (lambda row: row["buckets"][0].update(loss=2), "the loss from 0 is 2, and its sums by document make 1"),
+        ],
+    )
+    def test_a_row_that_contradicts_itself_is_refused(self, fabricate, tmp_path, damage, says):
+        """In a report, and in the evaluation of a run."""
+        entry = fabricate("lssa", [1.0])
+        values = json.loads(json_text(build([entry])))
+        damage(values["runs"][0]["evaluation"]["rows"][0])
+        path = tmp_path / "results.json"
+        path.write_text(json.dumps(values))
+        with pytest.raises(LabError, match=rf"results\.json is not a report: runs\.0\.evaluation\.rows\.0: .*{says}"):
+            read_as(Report, path)
+        save_run(tmp_path, entry.info)
+        (tmp_path / "evaluation.json").write_text(json.dumps(values["runs"][0]["evaluation"]))
+        with pytest.raises(LabError, match=rf"evaluation\.json cannot be read: rows\.0: .*{says}"):
+            load_entry(tmp_path)
+
+    def test_sums_may_be_off_by_their_last_digits(self, fabricate):
+        row = fabricate("lssa", [1.0], train_length=64).evaluation.rows[0].model_dump()
+        row["buckets"][0]["sums"] = [round(total / 3, 4) for total in row["buckets"][0]["sums"]]
+        row["loss"] = row["buckets"][0]["loss"] = 1 / 3
+        assert Row.model_validate(row)
+
+    def test_an_evaluation_without_rows_is_refused(self, fabricate, tmp_path):
+        entry = fabricate("lssa", [1.0], name="mine")
+        values = json.loads(json_text(build([entry])))
+        values["runs"][0]["evaluation"]["rows"] = []
+        path = tmp_path / "results.json"
+        path.write_text(json.dumps(values))
+        with pytest.raises(
+            LabError, match=r"results\.json is not a report: runs\.0: the evaluation of mine has no rows"
+        ):
+            read_as(Report, path)
+        save_run(tmp_path, entry.info)
+        (tmp_path / "evaluation.json").write_text(json.dumps(values["runs"][0]["evaluation"]))
+        with pytest.raises(
+            LabError, match=r"evaluation\.json has no rows; evaluate the run again with `softfocus eval"
+        ):
+            load_entry(tmp_path)
+
+    def test_a_file_of_a_later_version_is_refused(self, fabricate, tmp_path):
+        values = json.loads(json_text(build([fabricate("lssa", [1.0])]))) | {"schema_version": 3, "new": 1}
+        path = tmp_path / "results.json"
+        path.write_text(json.dumps(values))
+        with pytest.raises(
+            LabError, match=r"written by a newer version: schema_version is 3.* up to 2; update softfocus"
+        ):
+            read_as(Report, path)
+        path.write_text(json.dumps(values | {"schema_version": "new"}))
+        with pytest.raises(LabError, match="not a report: schema_version: Input should be a valid integer"):
             read_as(Report, path)
 
     def test_a_folder_that_cannot_be_made_is_a_lab_error(self, four, tmp_path):

@@ -64,7 +64,8 @@ def make_job(name="demo-lssar", **fields):
 class TestLines:
     def test_an_event_crosses_whole(self):
         bucket = Bucket(start=0, end=128, loss=2.0, standard_error=0.1, tokens=7, sums=[1.5, 12.5])
-        row = Row(length=128, setting=NTK, loss=1.25, standard_error=0.5, tokens=9, windows=2, buckets=[bucket])
+        by_document = {"documents": [3, 8], "windows_by_document": [1, 1], "buckets": [bucket]}
+        row = Row(length=128, setting=NTK, loss=2.0, standard_error=0.5, tokens=7, windows=2, **by_document)
         for event in (
             Event(kind="step", run="a", done=3, total=9, loss=2.5, tokens_per_second=100.0),
             Event(kind="row", run="a", done=1, total=2, row=row),

@@ -487,6 +487,15 @@ def test_an_earlier_comparison_of_recall_stands_for_its_runs(fabricate: Any, tmp
     assert not (tmp_path / "none").exists()
 
 
+def test_recall_without_rows_is_refused(fabricate: Any, tmp_path: Path) -> None:
+    folders = written(tmp_path, recalled(fabricate, 0, (16, 8, 0.5)), recalled(fabricate, 1))
+    with pytest.raises(
+        LabError, match=r"the recall of run-s1 has no rows; measure it again with `softfocus recall RUN`"
+    ):
+        compare(folders, tmp_path / "none", console=console())
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_task_that_diverged_is_named_and_kept(fabricate: Any, tmp_path: Path) -> None:
     (folder,) = written(tmp_path, recalled(fabricate, 0, (16, 8, 0.5)))
     info = recalled(fabricate, 1, (16, 8, 0.5)).info

@@ -106,6 +106,11 @@ def report(
     from softfocus.lab.claims.results import RESULTS
     from softfocus.lab.errors import LabError
 
+    if folder.is_file():
+        raise LabError(
+            f"{folder} is a file, and report is for claims: it takes a folder with CLAIM/SCALE/results.json",
+            "name that folder; `softfocus compare` reads the results.json of a comparison",
+        )
     if not folder.is_dir():
         raise LabError(f"there is no folder {folder}", "name one that holds CLAIM/SCALE/results.json")
     if not any((folder / name / scale / RESULTS).exists() for name in claims.shipped() for scale in claims.SCALES):

@@ -16,7 +16,7 @@ def demo(
             "-o",
             metavar="FOLDER",
             help="Where runs and report go.",
-            show_default="runs/demo, or runs/demo-N with --seed N",
+            show_default="runs/demo, or runs/demo-N with --seed N; runs/demo-fast with --fast",
         ),
     ] = None,
     model: Annotated[
@@ -29,7 +29,10 @@ def demo(
         int | None, typer.Option(min=0, max=SEEDS - 1, help="Of the training.", show_default="the recipe's: 0")
     ] = None,
     fast: Annotated[
-        bool, typer.Option("--fast", help="A minute, to see that everything works; the numbers mean nothing.")
+        bool,
+        typer.Option(
+            "--fast", help="A minute, in runs/demo-fast, to see that everything works; the numbers mean nothing."
+        ),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Train again what is there.")] = False,
     json: Json = None,
@@ -45,9 +48,9 @@ def demo(
 
     Example: `softfocus demo --model softmax --model "sharpened(lssa, 7)" --out runs/two`
     """
-    from softfocus.lab.studies.demo import FOLDER, run_demo
+    from softfocus.lab.studies.demo import default_folder, run_demo
 
-    folder = out or (FOLDER if seed is None else FOLDER.with_name(f"{FOLDER.name}-{seed}"))
+    folder = out or default_folder(seed, fast=fast)
     write_json(
         json, run_demo(folder, models=model, seed=seed, fast=fast, overwrite=overwrite, console=console_beside(json))
     )

@@ -5,6 +5,7 @@ is wrong with it.
 import copy
 import tomllib
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -236,7 +237,10 @@ def _explain(mistake: Any, where: str) -> tuple[str, str]:
     key, fields = ".".join(path), _fields(path[:-1])
     if mistake["type"] == "extra_forbidden":
         there = {".".join([*path[:-1], field]) for field in fields}
-        return f"{where} has no key {key!r}", did_you_mean(key, there, f"the keys here are {', '.join(fields)}")
+        otherwise = f"the keys here are {', '.join(fields)}"
+        if len(path) == 1:
+            otherwise = _in_a_table(key) or f"{otherwise}; a key of a table has a dot, as train.learning_rate"
+        return f"{where} has no key {key!r}", did_you_mean(key, there, otherwise)
     if mistake["type"] == "missing":
         about = fields[path[-1]].description if path[-1] in fields else None
         return f"{where} lacks {key!r}", f"set it{f': {about}' if about else ''}"
@@ -249,6 +253,13 @@ def _explain(mistake: Any, where: str) -> tuple[str, str]:
     elif mistake["type"] in ("model_type", "dict_type"):  # pydantic names an internal class
         message, value = "must be a table", "'{ KEY = VALUE }'"
     return f"{where}: {key} = {mistake['input']!r} {message}", f"set it like --set {key}={value}"
+
+
+def _in_a_table(key: str) -> str:
+    """A remedy for a key without its table: "did you mean 'train.steps'?", or nothing."""
+    inside = {field: f"{table}.{field}" for table in Recipe.model_fields for field in _fields([table])}
+    near = get_close_matches(key, inside, n=1)
+    return f"did you mean {inside[near[0]]!r}?" if near else ""
 
 
 def _fields(path: list[str]) -> dict[str, Any]:

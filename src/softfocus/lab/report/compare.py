@@ -82,14 +82,16 @@ def compare(
             out,
             title=title or "Recall over length",
             remarks=remarks,
-            diverged=list(lost.values()),
+            diverged=lost,
             console=console,
         )
     # All are read before anything is written, so that a broken one leaves an older report as it was
     reports = [_read(folder) for folder in folders]
     entries = [entry for runs, _ in reports for entry in runs]
     diverged = [*(info for _, infos in reports for info in infos), *lost.values()]
-    refuse_twice([*(entry.info for entry in entries), *diverged])
+    read = zip(folders, reports, strict=True)
+    held = [(path, info) for path, (runs, infos) in read for info in (*(entry.info for entry in runs), *infos)]
+    refuse_twice([*held, *lost.items()])
     report = build(entries, title=title or "Loss over length", axis=axis, remarks=remarks, diverged=diverged)
     say_replaced(out / RESULTS, [*(entry.info for entry in entries), *diverged], console)
     show(report, write(report, out), console)
@@ -114,4 +116,6 @@ def _read(path: Path) -> tuple[list[Entry], list[RunInfo]]:
     if path.suffix != ".json":
         return [load_entry(path)], []
     report = read_as(Report, path)
+    if not report.runs:
+        raise LabError(f"{path} has no run", "leave it out, or write it again with `softfocus compare RUN...`")
     return report.runs, report.diverged

@@ -11,6 +11,8 @@ from softfocus.lab.report.points import (
     best,
     cell,
     column_name,
+    columns,
+    predicts,
     shared_columns,
     tokenizers_may_differ,
     tokens_at,
@@ -70,8 +72,8 @@ def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
     """
     shared = shared_columns(groups, axis)
     if not shared:
-        reason = "there is no run" if not groups else "no length is shared by all runs"
-        return Finding(sentence=f"Nothing can be said: {reason}.", differences=[])
+        reason = _apart(groups, axis) if groups else "there is no run."
+        return Finding(sentence=f"Nothing can be said: {reason}", differences=[])
     if len({group.first.vocabulary for group in groups}) > 1:
         return Finding(
             sentence="Nothing can be said: nats per token of different vocabularies do not compare.", differences=[]
@@ -111,6 +113,19 @@ def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
     if any(not one.training_noise for one in differences):
         sentences.append("The noise of training is not known: that takes several seeds of each.")
     return Finding(sentence=" ".join(sentences), differences=differences)
+
+
+def _apart(groups: Sequence[Group], axis: Axis) -> str:
+    """Which lengths each group has, where they share none, and how they come to share some."""
+    has = [
+        (group, [column_name(at, axis) for at in columns([group], axis) if best(group, at, axis)])
+        for group in groups[:_RISES]
+    ]
+    named = [f"{group.label} has {', '.join(found) or 'none that all its runs have'}" for group, found in has]
+    named += [f"{len(groups) - _RISES} more are in the report"] if len(groups) > _RISES else []
+    unit = "in tokens" if axis == "tokens" else "in multiples of the training length"
+    remedy = "" if predicts(groups) else " Evaluate all at the same lengths: `softfocus evaluate RUN --lengths LIST`."
+    return f"no length is shared by all runs ({unit}: {'; '.join(named)}).{remedy}"
 
 
 def _as_trained(group: Group) -> Cell | None:

@@ -2,7 +2,7 @@
 compare them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -99,7 +99,7 @@ def compare_recall(
     *,
     title: str,
     remarks: Sequence[str] = (),
-    diverged: Sequence[RunInfo] = (),
+    diverged: Mapping[Path, RunInfo] | None = None,
     console: Console,
 ) -> RecallReport:
     """Compare runs of one task; those that were trained alike but for the seed are grouped.
@@ -109,7 +109,8 @@ def compare_recall(
         out: where to write.
         title: the figure's heading.
         remarks: what the reader should know beyond what the runs themselves tell.
-        diverged: trainings that diverged, beside those of the paths; named in the notes.
+        diverged: trainings that diverged, beside those of the paths, by their folders; named in the
+            notes.
         console: where to print.
 
     Raises:
@@ -119,8 +120,16 @@ def compare_recall(
     """
     reports = [_read(path) for path in paths]
     entries = [entry for runs, _ in reports for entry in runs]
-    lost = [*(info for _, infos in reports for info in infos), *diverged]
-    refuse_twice([*(entry.info for entry in entries), *lost])
+    diverged = diverged or {}
+    lost = [*(info for _, infos in reports for info in infos), *diverged.values()]
+    read = zip(paths, reports, strict=True)
+    held = [(path, info) for path, (runs, infos) in read for info in (*(entry.info for entry in runs), *infos)]
+    refuse_twice([*held, *diverged.items()])
+    for path, (runs, _) in zip(paths, reports, strict=True):
+        if empty := [entry.info.name for entry in runs if not entry.recall.rows]:
+            raise LabError(
+                f"{path}: the recall of {empty[0]} has no rows", "measure it again with `softfocus recall RUN`"
+            )
     if len({(entry.recall.task, entry.recall.train_length) for entry in entries}) > 1:
         raise LabError("the runs were trained on different tasks or lengths", "compare runs of one task")
     groups = grouped(entries)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, computed_field, model_validator
+from pydantic_core import PydanticCustomError
 from rich.console import Console
 
 from softfocus.lab.errors import LabError, first_mistake
 from softfocus.lab.progress import say
 from softfocus.lab.report.finding import Finding, finding
 from softfocus.lab.report.points import Axis, Group, groups
-from softfocus.lab.run_folder.files import RECIPE, load_measured, load_run
+from softfocus.lab.run_folder.files import EVALUATION, RECIPE, load_measured, load_run
 from softfocus.lab.run_folder.provenance import without_folders
 from softfocus.lab.run_folder.results import Evaluation, Record, RunInfo
 
@@ -24,6 +25,8 @@ RESULTS = "results.json"
 FIGURE = "figure1.png"
 PAGE = "report.html"
 SCHEMA_VERSION = 2
+_NEWER = "newer"
+"""The type of pydantic's error where a file is of a later version."""
 
 _Kind = TypeVar("_Kind", bound=BaseModel)
 
@@ -34,6 +37,12 @@ class Entry(Record):
     info: RunInfo
     evaluation: Evaluation
     recipe: str = Field(default="", description="the resolved recipe, as TOML")
+
+    @model_validator(mode="after")
+    def _has_rows(self) -> "Entry":
+        if not self.evaluation.rows:
+            raise ValueError(f"the evaluation of {self.info.name} has no rows")
+        return self
 
 
 class Report(Record):
@@ -56,7 +65,12 @@ class Report(Record):
     def _without_finding(cls, values: Any) -> Any:
         if isinstance(values, dict):
             kept = {key: value for key, value in values.items() if key != "finding"}
-            return kept | ({"schema_version": SCHEMA_VERSION} if "schema_version" in kept else {})
+            version = kept.get("schema_version")
+            if isinstance(version, int) and version > SCHEMA_VERSION:
+                raise PydanticCustomError(
+                    _NEWER, f"schema_version is {version}, and this softfocus reads up to {SCHEMA_VERSION}"
+                )
+            return kept | ({"schema_version": SCHEMA_VERSION} if isinstance(version, int) else {})
         return values
 
     @computed_field(description="who is better where")  # type: ignore[prop-decorator]
@@ -87,7 +101,12 @@ def load_entry(folder: Path) -> Entry:
     Raises:
         LabError: not a run folder, a run that did not finish, or one without an evaluation.
     """
-    return Entry(info=load_run(folder), evaluation=load_measured(folder, Evaluation), recipe=load_recipe_text(folder))
+    info, evaluation = load_run(folder), load_measured(folder, Evaluation)
+    if not evaluation.rows:
+        raise LabError(
+            f"{folder / EVALUATION} has no rows", f"evaluate the run again with `softfocus evaluate {folder}`"
+        )
+    return Entry(info=info, evaluation=evaluation, recipe=load_recipe_text(folder))
 
 
 def load_recipe_text(folder: Path) -> str:
@@ -129,15 +148,24 @@ def lost_lines(diverged: Sequence[RunInfo]) -> list[str]:
     return [f"{info.name} is missing: {info.error or 'its training diverged'}" for info in diverged]
 
 
-def refuse_twice(infos: Sequence[RunInfo]) -> None:
-    """Refuse a run that stands twice in a comparison, as a folder and in an earlier results.json.
+def refuse_twice(found: Sequence[tuple[Path, RunInfo]]) -> None:
+    """Refuse a run that stands twice in a comparison: as two folders, or as a folder and in an
+    earlier results.json.
+
+    Args:
+        found: each run, with the folder or the results.json that holds it.
 
     Raises:
         LabError: it does.
     """
-    for index, info in enumerate(infos):
-        if info in infos[:index]:
-            raise LabError(f"the run {info.name} is there twice", "name its folder or the results.json that holds it")
+    for index, (path, info) in enumerate(found):
+        if first := next((one for one, other in found[:index] if other == info), None):
+            what = f"the run {info.name} is there twice"
+            if first == path:
+                raise LabError(f"{what} in {path}", "write it again with `softfocus compare RUN... --out FOLDER`")
+            if ".json" in (first.suffix, path.suffix):
+                raise LabError(f"{what}: in {first} and in {path}", "name its folder or the results.json that holds it")
+            raise LabError(f"{what}: {first} and {path} hold the same run", "leave one of them out")
 
 
 def say_replaced(path: Path, runs: Sequence[RunInfo], console: Console) -> None:
@@ -168,4 +196,7 @@ def read_as(kind: type[_Kind], path: Path) -> _Kind:
     except (OSError, UnicodeDecodeError) as error:
         raise LabError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}", remedy) from None
     except ValidationError as error:
+        if error.errors()[0]["type"] == _NEWER:
+            what = f"{path} was written by a newer version: {first_mistake(error)}"
+            raise LabError(what, "update softfocus, or write the file with this version") from None
         raise LabError(f"{path} is not a report: {first_mistake(error)}", remedy) from None

@@ -168,6 +168,27 @@ def default_settings(train_length: int, mechanisms: Sequence[str] = ()) -> tuple
     return *own, *(Setting(rope=rope, mechanism=name) for name in mechanisms for rope in ("trained", "ntk"))
 
 
+_ROUNDING = 1e-3
+"""How far a kept sum may be off. Sums have four digits, and a claim's results add up several."""
+
+
+def _check_loss(what: str, loss: float, sums: Sequence[float], tokens: int) -> None:
+    """Refuse a loss that is not the mean that its sums by document make.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    if not sums or tokens < 1:
+        return
+    mean = math.fsum(sums) / tokens if all(map(math.isfinite, sums)) else math.nan
+    if math.isfinite(mean) and math.isfinite(loss):
+        agree = abs(mean - loss) <= _ROUNDING * len(sums) / tokens + 1e-6 * abs(loss)
+    else:
+        agree = math.isfinite(mean) == math.isfinite(loss)
+    if not agree:
+        raise ValueError(f"{what} is {loss:.6g}, and its sums by document make {mean:.6g}")
+
+
 class Bucket(Record):
     """Mean loss over the positions start <= i < end of every window; position 0 is a window's first
     prediction.
@@ -201,6 +222,23 @@ class Row(Record):
     )
     windows_by_document: list[int] = Field(default=[], description="how many windows start in each of them")
     buckets: list[Bucket] = []
+
+    @model_validator(mode="after")
+    def _agrees(self) -> "Row":
+        """What is kept by document has to fit, and to make the loss: a damaged file would else be
+        compared.
+        """
+        count, where = len(self.documents), f"length {self.length}"
+        if len(self.windows_by_document) != count:
+            raise ValueError(f"{where}: {count} documents, and {len(self.windows_by_document)} windows_by_document")
+        for bucket in self.buckets:
+            if bucket.sums and len(bucket.sums) != count:
+                raise ValueError(f"{where}: {count} documents, and {len(bucket.sums)} sums from {bucket.start}")
+            _check_loss(f"{where}: the loss from {bucket.start}", bucket.loss, bucket.sums, bucket.tokens)
+        if all(bucket.sums for bucket in self.buckets):
+            sums = [total for bucket in self.buckets for total in bucket.sums]
+            _check_loss(f"{where}: the loss", self.loss, sums, self.tokens)
+        return self
 
     @model_validator(mode="before")
     @classmethod

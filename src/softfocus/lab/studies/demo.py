@@ -38,8 +38,14 @@ FAST = (
 """What makes a recipe tiny: enough to see every part work, far too little to learn anything."""
 
 
+def default_folder(seed: int | None = None, *, fast: bool = False) -> Path:
+    """Where a demo goes that is not told where: trials and seeds have folders of their own."""
+    name = FOLDER.name + ("-fast" if fast else "") + ("" if seed is None else f"-{seed}")
+    return FOLDER.with_name(name)
+
+
 def run_demo(
-    folder: Path = FOLDER,
+    folder: Path | None = None,
     *,
     models: Sequence[str] | None = None,
     seed: int | None = None,
@@ -54,7 +60,8 @@ def run_demo(
     kept: started again after a failure, a kill or Ctrl-C, the demo goes on from the checkpoints.
 
     Args:
-        folder: gets a run folder for each model, logs, results.json, figure1.png and report.html.
+        folder: gets a run folder for each model, logs, results.json, figure1.png and report.html;
+            that of :func:`default_folder` if not given.
         models: shipped recipes ("demo-lssar"), mechanisms ("lssar", "sharpened(lssa, 3)") to put
             into the demo's recipe, or recipe files; the five of the headline figure by default.
         seed: of the training; the recipes' own by default. A folder holds the runs of one seed.
@@ -72,6 +79,7 @@ def run_demo(
             report on the others has been written), or Ctrl-C.
     """
     console = console or Console()
+    folder = folder or default_folder(seed, fast=fast)
     overrides = (*(FAST if fast else ()), *(() if seed is None else (f"train.seed={seed}",)))
     names = list(dict.fromkeys(_source(name) for name in models or MODELS))
     recipes = [load(name, [*changes, *overrides]) for name, changes in names]
