@@ -125,18 +125,16 @@ def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any
 
 
 def _no_key(architecture: str, key: str, known: Mapping[str, Any], see: str) -> LabError:
-    """Most often a key of the architecture that a recipe was written for, before --set or a table
-    over its base changed model.architecture.
+    """Often a key of the architecture that a recipe was written for, before --set or a table over
+    its base changed model.architecture.
     """
     from transformers import CONFIG_MAPPING
 
     what = f"architecture {architecture!r} has no key 'model.config.{key}'"
     for other in ("gpt_neox", "llama", "stablelm", "t6", "bert", "vit", "wav2vec2-conformer"):
         if key in CONFIG_MAPPING[other]().to_dict():
-            what += (
-                f": it is one of {other!r}, in the recipe's own [model.config], which model.architecture leaves as is"
-            )
-            return LabError(what, f"write a .toml recipe without `base`, with a [model.config] of its own ({see})")
+            remedy = "of a recipe for another architecture, write one without `base`, with its own [model.config]"
+            return LabError(f"{what}; it is one of {other!r}", f"leave it out ({see}); if it is {remedy}")
     return LabError(what, did_you_mean(key, known, see, "model.config."))
 
 

@@ -2,6 +2,7 @@
 run stays as it is.
 """
 
+import errno
 import io
 import shutil
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer
+from transformers import AutoModelForSequenceClassification, Trainer
 
 import softfocus
 import softfocus.hf
@@ -21,11 +22,12 @@ from softfocus.lab.evaluate import classify as room
 from softfocus.lab.evaluate.classify import Pairs, classify
 from softfocus.lab.progress import Listener, silent
 from softfocus.lab.recipes.loading import load
-from softfocus.lab.run_folder import disk
+from softfocus.lab.run_folder import disk, provenance
 from softfocus.lab.run_folder.files import load_measured, save_measured
 from softfocus.lab.run_folder.results import Classification, Induction, Recall
 from softfocus.lab.studies import worker
 from softfocus.lab.studies.jobs import plan_jobs
+from softfocus.lab.train import checkpoints
 from softfocus.lab.train.run import train
 
 
@@ -174,19 +176,51 @@ def test_a_fine_tuning_goes_on_from_what_is_whole_and_its_own(
     assert stopped_at(5, tuned) == 1, "other examples"
     monkeypatch.setattr(room, "TRAINING", 64)
     assert stopped_at(5, tuned) == 1, "other examples have been learned since"
+    with monkeypatch.context() as other:
+        other.setattr(provenance, "commit", lambda: "another")
+        assert stopped_at(5, tuned) == 1, "another version"
+    assert stopped_at(5, tuned) == 1
     (folder / "classify.unfinished" / "a file").touch()
     assert stopped_at(0, tuned) == 5
     assert not (folder / "classify.unfinished").exists()
 
 
 @pytest.mark.long
-def test_a_disk_without_room_is_refused_before_a_fine_tuning(
+def test_a_fine_tuning_needs_room_for_the_checkpoints_that_are_not_there(
+    trained: Path, tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch, stopped_at: Callable[..., int]
+) -> None:
+    """36 bytes a parameter; one that goes on has two checkpoints of 12 already."""
+    folder = tmp_path / "trained"
+    shutil.copytree(trained, folder)
+    monkeypatch.setattr(room, "EPOCHS", 10)  # of two steps
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
+    size = sum(parameter.numel() for parameter in model.parameters())
+
+    def tuned(listen: Listener) -> object:
+        return classify(folder, progress=listen)
+
+    free = SimpleNamespace(free=35 * size)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: free)
+    with pytest.raises(LabError, match=r"fine-tuning needs .* for its checkpoints; free some space, or make"):
+        classify(folder)
+    free.free = 37 * size
+    assert stopped_at(9, tuned) == 1
+    free.free = 13 * size
+    assert stopped_at(0, tuned) == 9
+
+
+@pytest.mark.long
+def test_a_disk_that_fills_in_a_fine_tuning_is_named(
     trained: Path, tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "trained"
     shutil.copytree(trained, folder)
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(LabError, match=r"fine-tuning needs .* for its checkpoints; free some space"):
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "keep", full)
+    with pytest.raises(LabError, match=r"cannot write .*: No space left on device; free some space, or make"):
         classify(folder)
 
 

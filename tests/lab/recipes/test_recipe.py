@@ -454,10 +454,11 @@ def test_keys_of_the_architecture_that_a_recipe_was_written_for_are_told_from_ty
     with pytest.raises(LabError) as caught:
         models.check(load("demo", ["model.architecture=gemma2"]))
     assert caught.value.what == (
-        "architecture 'gemma2' has no key 'model.config.use_parallel_residual': it is one of 'gpt_neox', in the "
-        "recipe's own [model.config], which model.architecture leaves as is"
+        "architecture 'gemma2' has no key 'model.config.use_parallel_residual'; it is one of 'gpt_neox'"
     )
-    assert "write a .toml recipe without `base`" in caught.value.remedy
+    assert "of a recipe for another architecture, write one without `base`" in caught.value.remedy
+    with pytest.raises(LabError, match=r"it is one of 'gpt_neox'; leave it out \(see LlamaConfig"):
+        models.check(load("toy-llama", ["model.config.hidden_dropout=0.1"]))
     with pytest.raises(LabError, match=r"no key 'model\.config\.nothing'; see GPTNeoXConfig"):
         models.check(load("demo", ["model.config.nothing=1"]))
 

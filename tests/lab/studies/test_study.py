@@ -345,7 +345,9 @@ def test_the_estimate_counts_the_fine_tuning_for_a_classification(
     start = estimate.START_SECONDS
     assert estimate.estimate(jobs, 1).seconds == pytest.approx(start + 10 + 9 * 153.6)
     assert estimate.estimate(jobs, 1, processes=2).seconds == pytest.approx(start + 10 + 2 * 9 * 153.6)
+    assert estimate.estimate(jobs, 1).bytes == 28 + 36, "a run, and three checkpoints of the fine-tuning"
     jobs[0].trained = True
+    assert estimate.estimate(jobs, 1).bytes == 36
     assert estimate.estimate(jobs, 1).seconds == pytest.approx(start + 1 + 9 * 153.6)
 
 

@@ -16,7 +16,7 @@ def demo(
             "-o",
             metavar="FOLDER",
             help="Where runs and report go.",
-            show_default="runs/demo, or runs/demo-N with --seed N; runs/demo-fast with --fast",
+            show_default="runs/demo; with --fast runs/demo-fast; with --seed N -N is added",
         ),
     ] = None,
     model: Annotated[

@@ -289,6 +289,7 @@ def classify(
     Without --data the pieces are of the run's corpus: one after the other, or of two documents.
     Accuracy is that on held-out documents; guessing has a half. The result is kept in the run
     folder as classification.json, that of --data as labelled.json; the model stays as it is.
+    Started again after it was stopped, it goes on from its last checkpoint.
 
     Example: `softfocus classify runs/demo-laser`
 

@@ -35,6 +35,7 @@ from softfocus.lab.evaluate.means import Mean
 from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.disk import check_room, writing
 from softfocus.lab.run_folder.files import (
     CHECKPOINTS,
@@ -61,6 +62,7 @@ RATE = 0.25
 """
 SAVED = 0.1
 """The share of the steps between two checkpoints, rounded up to whole steps."""
+_REMEDY = "free some space, or make the folder writable; then call it again"
 CHECKPOINTS_SIZE = 3 * 12
 """Bytes a parameter: weight and two moments in float32, of two checkpoints that are kept and one
 that is written.
@@ -249,10 +251,12 @@ def _same_data(one: LabelledRow, other: LabelledRow) -> bool:
 
 def _unfinished(folder: Path, info: RunInfo, recipe: Recipe, *what: str | int) -> Path:
     """Where a fine-tuning has its checkpoints until it is finished: a folder whose name tells it
-    from others. Those of others are deleted. ``what`` is what it trains on, and how long.
+    from others, and from those of other versions. These are deleted. ``what`` is what it trains on,
+    and how long.
     """
     how = RATE, BATCH, recipe.train.learning_rate, recipe.train.weight_decay, recipe.train.bf16
-    key = hashlib.sha256(repr((info.token, what, how)).encode()).hexdigest()[:16]
+    versions = provenance.commit(), provenance.versions()
+    key = hashlib.sha256(repr((info.token, what, how, versions)).encode()).hexdigest()[:16]
     unfinished = folder / UNFINISHED_CLASSIFICATION / key
     for other in unfinished.parent.glob("*"):
         if other != unfinished:
@@ -326,12 +330,13 @@ def _fine_tuned(
     )
     arguments._n_gpu = min(1, arguments._n_gpu)  # Trainer's DataParallel would change the batch
     steps = _Steps(info.name, progress)
-    remedy = "free some space; then call it again"
+    keeping = _keeping(unfinished, info, progress)
     needed = CHECKPOINTS_SIZE * sum(parameter.numel() for parameter in model.parameters())
-    check_room(unfinished, needed, "fine-tuning needs {} for its checkpoints", remedy)
-    with models.memory("classify on a device with more memory"), writing(unfinished, remedy):
-        trainer = checkpoints.CheckpointTrainer(
-            _keeping(unfinished, info, progress),
+    there = sum(file.stat().st_size for file in unfinished.rglob("*") if file.is_file())
+    check_room(unfinished, max(0, needed - there), "fine-tuning needs {} for its checkpoints", _REMEDY)
+    with models.memory("classify on a device with more memory"):
+        trainer = _FineTuner(
+            keeping,
             model=model,
             args=arguments,
             train_dataset=examples,
@@ -343,6 +348,14 @@ def _fine_tuned(
         scores: Any = trainer.predict(test).predictions
     predicted: NDArray[np.int64] = scores.argmax(-1)
     return predicted
+
+
+class _FineTuner(checkpoints.CheckpointTrainer):
+    """A disk that cannot be written to is a LabError."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with writing(Path(self.args.output_dir), _REMEDY):
+            super()._save_checkpoint(model, trial)
 
 
 class _Steps(TrainerCallback):

@@ -163,6 +163,8 @@ def refuse_twice(found: Sequence[tuple[Path, RunInfo]]) -> None:
             what = f"the run {info.name} is there twice"
             if first == path:
                 raise LabError(f"{what} in {path}", "write it again with `softfocus compare RUN... --out FOLDER`")
+            if first.suffix == path.suffix == ".json":
+                raise LabError(f"{what}: in {first} and in {path}", "leave one of them out, or name the runs' folders")
             if ".json" in (first.suffix, path.suffix):
                 raise LabError(f"{what}: in {first} and in {path}", "name its folder or the results.json that holds it")
             raise LabError(f"{what}: {first} and {path} hold the same run", "leave one of them out")
