@@ -125,6 +125,15 @@ def accuracies(group: RecallGroup, window: int | None = None) -> list[dict[tuple
     ]
 
 
+def accuracies_by_run(study: str) -> dict[str, dict[tuple[int, bool], float]]:
+    """The same by run, as trained."""
+    return {
+        one.info.name: found
+        for group in recalls(study).values()
+        for one, found in zip(group.entries, accuracies(group), strict=True)
+    }
+
+
 def disturbed(run: str) -> tuple[float, Mean, list[tuple[HeadRow, Mean]]]:
     """The loss of a model at 16 times the length, what the windows of all heads take off, and what
     that of each head takes off, the most first.
