@@ -369,7 +369,7 @@ def _fitted(groups: Layer, config: Any) -> Layer:
     if (open_ends := sum(group.heads is None for group in groups)) > 1:
         raise ValueError("heads: more than one group of heads leaves out how many it has; give `heads` to all but one")
     if given + open_ends > total or (not open_ends and given != total):
-        raise ValueError(f"heads: the groups have {given} heads, the layer has {total}; one group may leave `heads` out")
+        raise ValueError(f"heads: the groups have {given} heads, the layer has {total}; a group may leave `heads` out")
     groups = tuple(group if group.heads else replace(group, heads=total - given) for group in groups)
     if odd := [group.heads for group in groups if group.heads is not None and group.heads % shared]:
         raise ValueError(f"heads: got {odd[0]}, expected a multiple of {shared}: so many query heads share a KV head")
