@@ -113,6 +113,18 @@ def t6_table() -> str:
     return table(["rate", "softmax, 1x", "LSSAR, 1x", *across], rows)
 
 
+def post_hoc_table() -> str:
+    """The statements about re-weighting without training: difference of losses, and verdict."""
+    read = at_rates("softplus-post-hoc", "post-hoc-learning-rates")
+    by = {rate: judge(load_claim("softplus-post-hoc"), one) for rate, one in read.items()}
+    rows = []
+    for judged in zip(*by.values(), strict=True):
+        apart = (re.search(r": ([+-]\d\S+ ± [\d.]+)", one.shown.text)[1] for one in judged)
+        cells = (f"{difference}, {one.verdict}" for difference, one in zip(apart, judged, strict=True))
+        rows.append([judged[0].statement.says, *cells])
+    return table(["first loss minus second", *by], rows)
+
+
 def layer_norm_table() -> str:
     by = layer_norm()
     return table(
@@ -155,6 +167,7 @@ RATES_OF_LASER = {
 
 TABLES = {
     "t6_rates": t6_table,
+    "post_hoc_rates": post_hoc_table,
     "layer_norm_rates": layer_norm_table,
     "power_rates": lambda: two_by_rates("p", ("softmax", "LSSA"), powers()),
     "depth_rates": lambda: two_by_rates("layers", ("softmax", "LASER"), depths()),
@@ -164,6 +177,17 @@ TABLES = {
 @pytest.mark.parametrize("mark", TABLES)
 def test_the_tables_are_the_committed_ones(mark):
     assert tables_of(PAGE)[mark] == TABLES[mark](), f"docs/claims.md should show:\n{TABLES[mark]()}"
+
+
+def test_re_weighting_without_training_fails_at_each_rate():
+    read = at_rates("softplus-post-hoc", "post-hoc-learning-rates")
+    verdicts = [[one.verdict for one in judge(load_claim("softplus-post-hoc"), found)] for found in read.values()]
+    of_statements = list(zip(*verdicts, strict=True))
+    failed = [set(one) == {"fails"} for one in of_statements]
+    assert failed == [one[1] == "fails" for one in of_statements]
+    assert sum(failed) == 3
+    assert "the three statements that fail at 4e-3 fail at 2e-3 and 8e-3, too.**" in TEXT
+    assert set(of_statements[1]) == {"holds"}
 
 
 def test_what_is_said_of_powers():
