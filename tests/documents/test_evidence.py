@@ -94,6 +94,7 @@ MODELS = {
     "1.3 M": "layouts-bpe-tuned",
     "9 M": "small-gpu/bytes",
     "10 M": "small-gpu/longer",
+    "42 M": "medium-gpu",
 }
 """By size: the study that trained its Softmax."""
 
@@ -116,7 +117,7 @@ def models() -> str:
         assert (train["betas"], train["clip"], config["tie_word_embeddings"]) == ([0.9, 0.95], 1.0, True)
         assert config["rope_parameters"]["partial_rotary_factor"] == 1.0
         assert "num_key_value_heads" not in config
-        assert train["precision"].startswith("float32" if study[:5] != "small" else "bf")
+        assert train["precision"].startswith("bf" if "-gpu" in study else "float32")
         sequences = f"{train['batch']} x {train['length']} {'bytes' if tokens == 'bytes' else 'BPE tokens'}"
         read = f"{train['steps']:,} of {sequences}"
         start = f"{config.get('initializer_range', 0.02):g}"

@@ -378,6 +378,7 @@ def by_size() -> dict[Size, tuple[dict[str, Group], str]]:
         ("3.2 M", "128 bytes", "1,100", "0.0625", "2e-3"): (larger(), "global-heads"),
         ("9 M", "512 bytes", "3,000", "0.05", "2e-3"): (rows_of("small-gpu/bytes"), "global-heads"),
         ("10 M", "512 BPE tokens", "4,500", "0.05", "2e-3"): (rows_of("small-gpu/longer"), "global-heads"),
+        ("42 M", "512 BPE tokens", "2,000", "0.04", "1e-3"): (by_label("medium-gpu"), "global-heads"),
         ("1.3 M", "128 BPE tokens", "1,100", "0.09; baselines 0.04", "8e-3; baselines 4e-3"): (
             started,
             "global-heads-start-twice",
@@ -393,7 +394,7 @@ def sizes() -> str:
     rows = []
     for size, (by, ours) in by_size().items():
         leads = [
-            said(beside(by, ours, baseline, *pair))
+            said(beside(by, ours, baseline, *pair)) if baseline in by else "not run"
             for baseline, pairs in (
                 ("Softmax", ((HERE, HERE), (FAR, WINDOWED))),
                 ("all-softmax-nope", ((HERE, HERE), (FAR, FAR))),
@@ -401,7 +402,8 @@ def sizes() -> str:
             for pair in pairs
         ]
         seeds = {one.seed for one in by[ours].evaluations} & {one.seed for one in by["Softmax"].evaluations}
-        layouts = {one.seed for one in by["all-softmax-nope"].evaluations} & seeds
+        layout = by.get("all-softmax-nope")
+        layouts = {one.seed for one in layout.evaluations} & seeds if layout else seeds
         rows.append(
             [
                 *size,

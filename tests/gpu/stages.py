@@ -9,7 +9,7 @@ has what the items print. What an item had written when it was stopped is kept. 
 through a stage without a GPU, on tiny shapes, in Triton's interpreter: it shows typing errors, not
 speed.
 
-The first stage has what fifteen minutes each on two H100 and four H200 left out and what matters
+The first stage has what fifteen minutes each on two H100 and five H200 left out and what matters
 most (docs/performance-gpu.md). The last has what an H200 has run: on another GPU, or after a change
 of the kernels, run it first.
 """
