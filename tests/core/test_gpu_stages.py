@@ -177,3 +177,25 @@ def test_each_stage_runs_to_its_end_without_a_gpu(stage, tmp_path):
     found = json.loads((tmp_path / f"stage{stage}.json").read_text())
     assert [one["exit"] for one in found["items"]] == [0] * len(stages.STAGES[stage])
     assert all(one["tests"]["passed"] for one in found["items"] if "tests" in one)  # skipped tests rehearse nothing
+
+
+def test_old_and_new_kernels_are_timed_in_turn(tmp_path):
+    """Without a GPU, by Triton's interpreter, with this tree on both sides."""
+    source, out = PATH.parents[2] / "src", tmp_path / "found.jsonl"
+    command = [sys.executable, str(PATH.parent / "before_and_after.py"), "--dry-run", "--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "--old", str(source), "--new", str(source)], check=True, env=environment, timeout=400)
+    about, *cells = map(json.loads, out.read_text().splitlines())
+    assert about["sources"]["old"] == about["sources"]["new"]
+    assert [(cell["what"], cell["said"]) for cell in cells] == [("backward", "")]
+    assert cells[0]["new_over_old"]["median"] > 0
+
+
+def test_a_folder_without_the_package_is_no_old_tree(tmp_path):
+    """The installed package would be imported in its place, and compared with itself."""
+    command = [sys.executable, str(PATH.parent / "before_and_after.py"), "--dry-run", "--out", str(tmp_path / "x")]
+    done = subprocess.run(
+        [*command, "--old", str(tmp_path), "--new", str(PATH.parents[2] / "src")], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "has no package softfocus" in done.stderr

@@ -76,6 +76,7 @@ def test_far_keys_lower_the_loss_of_every_seed():
         )
     ]
     assert gains[3:] == sorted(gains[3:])
+    assert f"from {gains[3]:.3f} (512 to 1,023) to {gains[-1]:.3f} (from 4,096 on; means over seeds)" in TEXT
     assert max(map(abs, gains[:3])) < 0.01
     assert min(gains[3:]) > 0.04
 
@@ -90,12 +91,26 @@ def test_how_the_models_were_trained_is_what_was_run():
         assert round(run.info.parameters / 1e6) == 42
     read = 2000 * 32 * 512 / 1e6
     assert f"{read:.0f} M BPE tokens in 2,000 steps of 16K tokens" in TEXT
+    assert f"{read:.0f} M tokens are {read / 42:.1f} per parameter." in TEXT
+    assert f"read {4500 * 16 * 512 / 1e6:.0f} M, {4500 * 16 * 512 / 1e6 / 10.4:.1f} per parameter." in TEXT
     packages = (RESULTS / "medium-gpu/packages.txt").read_text().splitlines()
     assert f"over the sources of {len(packages) - 1} installed packages" in TEXT
+    largest, whole = (int(packages[at].split()[0]) for at in (0, -1))
+    assert packages[0].split()[2] == "transformers"
+    assert f"{100 * largest / whole:.0f} % of the text is Transformers" in TEXT
+
+
+def test_what_is_said_of_speed_is_measured():
+    speeds = {run.info.name: run.info.tokens_per_second for run in report("medium-gpu").runs}
+    ours, its = ([speed for name, speed in speeds.items() if name.startswith(row)] for row in ("global", "softmax"))
+    least, most = min(ours) / max(its), max(ours) / min(its)
+    assert f"Global heads trained at {least:.2f} to {most:.2f} of Softmax's tokens per second" in TEXT
+    assert f"With 42 M it was {least:.2f} to {most:.2f}, six at a time." in of_pages("docs/evidence.md")[0]
 
 
 def test_the_rates_with_ten_million_parameters_are_as_said():
     softmax, ours = (at_rates("small-gpu/longer", row) for row in ("Softmax", "global-heads"))
     assert {*softmax} == {*ours} == {"1e-3", "2e-3"}
+    assert "1e-3 favours Softmax on BPE tokens: of two rates it is the better one for Softmax, and the worse" in TEXT
     assert softmax["1e-3"].row(512).loss < softmax["2e-3"].row(512).loss
     assert ours["1e-3"].row(512).loss > ours["2e-3"].row(512).loss

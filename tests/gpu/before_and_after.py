@@ -9,9 +9,11 @@ at a time. Nothing else should use the GPU.
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -31,6 +33,8 @@ CELLS = [
     *itertools.product(("decode",), (64, 128), ("softmax", "lssar")),
 ]
 ROUNDS, SECONDS = 7, 0.04
+PATIENCE = 100.0
+"""Seconds that an answer is waited for: the first one compiles kernels."""
 BEGAN = time.perf_counter()
 
 
@@ -63,7 +67,7 @@ def held(what: str, head_dim: int, name: str, device: str) -> str:
     from softfocus import attention
     from softfocus.testing import Case, check
 
-    length = 32 if device == "cpu" else 512
+    length = 32 if device == "cpu" else 4096 if what == "decode" else 512  # keys that decoding splits
     rows = 1 if what == "decode" else length
     case = Case(what, batch=1, heads=2, query_length=rows, key_length=length, head_dim=head_dim, value_dim=head_dim)
     try:
@@ -91,9 +95,10 @@ def timed(run: Any, calls: int, device: str) -> float:
 
 
 def worker(device: str) -> None:
-    """Answer lines: [what, head_dim, name] prepares a call, "check" compares it, a number times so
-    many calls.
+    """Answer lines: [what, head_dim, name] prepares a call, "check" compares it, "where" names the
+    package, a number times so many calls.
     """
+    answers, sys.stdout = sys.stdout, sys.stderr  # a line that something prints is no answer
     cell: list[Any] = []
     run: Any = None
     for line in sys.stdin:
@@ -104,18 +109,25 @@ def worker(device: str) -> None:
             for _ in range(3):
                 run()
             answer: Any = timed(run, 2, device) / 2
+        elif asked == "where":
+            import softfocus
+
+            answer = softfocus.__file__
         elif asked == "check":
             answer = held(cell[0], cell[1], cell[2], device)
         else:
             answer = timed(run, asked, device)
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 class Side:
     """A process that runs calls with one source tree."""
 
     def __init__(self, source: Path, device: str) -> None:
-        paths = (str(source.resolve()), os.environ.get("PYTHONPATH", ""))
+        self.source = source.resolve()
+        if not (self.source / "softfocus/__init__.py").is_file():
+            raise SystemExit(f"{source} has no package softfocus")
+        paths = (str(self.source), os.environ.get("PYTHONPATH", ""))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         environment |= {"SOFTFOCUS_KERNELS": "off", "SOFTFOCUS_TUNE": "off", "SOFTFOCUS_TRITON": "trusted"}
         self.process = subprocess.Popen(
@@ -127,14 +139,33 @@ class Side:
         )
 
     def ask(self, what: Any) -> Any:
-        """What the worker answers."""
-        if self.process.stdin is None or self.process.stdout is None:
+        """What the worker answers.
+
+        Raises:
+            RuntimeError: it ended, or does not answer. A kernel may never end.
+        """
+        pipes = self.process.stdin, self.process.stdout
+        if pipes[0] is None or pipes[1] is None:
             raise RuntimeError("the worker has no pipes")
-        self.process.stdin.write(json.dumps(what) + "\n")
-        self.process.stdin.flush()
-        if not (line := self.process.stdout.readline()):
+        try:
+            pipes[0].write(json.dumps(what) + "\n")
+            pipes[0].flush()
+        except OSError as error:
+            raise RuntimeError(f"the worker ended before it was asked {what}") from error
+        if not select.select([pipes[1]], [], [], PATIENCE)[0]:
+            raise RuntimeError(f"no answer to {what} within {PATIENCE} seconds")
+        if not (line := pipes[1].readline()):
             raise RuntimeError(f"the worker ended; it was asked {what}")
         return json.loads(line)
+
+    def is_its_own(self) -> None:
+        """The worker has imported the package of this tree.
+
+        Raises:
+            SystemExit: it has imported another one.
+        """
+        if not (where := Path(self.ask("where"))).is_relative_to(self.source):
+            raise SystemExit(f"the worker of {self.source} imported {where}")
 
     def close(self) -> None:
         """End the process."""
@@ -142,16 +173,31 @@ class Side:
         self.process.communicate()
 
 
+def closed(sides: list[Side]) -> None:
+    """End the processes, and empty the list."""
+    while sides:
+        sides.pop().close()
+
+
 def compiled(source: Path, cell: tuple[str, int, str], device: str) -> str:
     """Compile what a cell runs, and compare it with the reference; what is wrong with it."""
     side = Side(source, device)
     try:
+        side.is_its_own()
         side.ask(cell)
         return str(side.ask("check"))
     except RuntimeError as error:
         return str(error)
     finally:
         side.close()
+
+
+def digest(source: Path) -> str:
+    """Of the package's sources, to tell two trees apart."""
+    found = hashlib.sha256()
+    for path in sorted((source / "softfocus").rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def shares(first: Side, second: Side, cell: tuple[str, int, str]) -> dict[str, float]:
@@ -173,29 +219,37 @@ def main() -> int:
     parser.add_argument("--old", type=Path, required=True, help="the folder that the old package is imported from")
     parser.add_argument("--new", type=Path, required=True, help="the same of the new one")
     parser.add_argument("--out", type=Path, required=True, help="a file of lines of JSON")
-    parser.add_argument("--dry-run", action="store_true", help="two tiny cells, by Triton's interpreter")
+    parser.add_argument("--dry-run", action="store_true", help="a tiny cell, by Triton's interpreter")
     given = parser.parse_args()
     write = writer(given.out)
-    device, cells = ("cpu", [CELLS[0], CELLS[-1]]) if given.dry_run else ("cuda", CELLS)
+    device, cells = ("cpu", CELLS[:1]) if given.dry_run else ("cuda", CELLS)
     if given.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"
+    trees = {"old": given.old, "new": given.new}
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 2)) as threads:
         # A backward compiles the forward's kernels, too
-        kinds = [(source, cell) for cell in cells if cell[0] != "forward" for source in (given.old, given.new)]
-        said = dict(zip(kinds, threads.map(lambda kind: compiled(*kind, device), kinds), strict=True))
-    write(seconds_to_compile=round(time.perf_counter() - BEGAN, 1), triton=metadata.version("triton"))
-    old, new, again = (Side(source, device) for source in (given.old, given.new, given.old))
-    wrong = 0
+        kinds = [(tree, cell) for cell in cells if cell[0] != "forward" for tree in trees]
+        found = threads.map(lambda kind: compiled(trees[kind[0]], kind[1], device), kinds)
+        said = dict(zip(kinds, found, strict=True))
+    took, sources = round(time.perf_counter() - BEGAN, 1), {name: digest(tree) for name, tree in trees.items()}
+    write(seconds_to_compile=took, triton=metadata.version("triton"), sources=sources)
+    wrong, sides = 0, list[Side]()
     for cell in cells:
         what, head_dim, name = cell
-        fault = said[given.new, ("backward", head_dim, name) if what == "forward" else cell]
-        wrong += bool(fault)
-        line = {"what": what, "head_dim": head_dim, "mechanism": name, "said": fault}
-        if not fault:  # no speed of a kernel that is wrong
-            line |= {"new_over_old": shares(old, new, cell), "old_over_old": shares(old, again, cell)}
-        write(**line)
-    for side in (old, new, again):
-        side.close()
+        kind = ("backward", head_dim, name) if what == "forward" else cell
+        faults = [f"{tree}: {said[tree, kind]}" for tree in trees if said[tree, kind]]
+        line: dict[str, Any] = {"what": what, "head_dim": head_dim, "mechanism": name}
+        if not faults:  # no speed of a kernel that is wrong
+            sides = sides or [Side(tree, device) for tree in (given.old, given.new, given.old)]
+            try:
+                line["new_over_old"] = shares(sides[0], sides[1], cell)
+                line["old_over_old"] = shares(sides[0], sides[2], cell)
+            except RuntimeError as error:
+                faults = [str(error)]
+                closed(sides)  # the next cell gets new ones
+        wrong += bool(faults)
+        write(**line, said="; ".join(faults))
+    closed(sides)
     return wrong
 
 
