@@ -99,7 +99,9 @@ def attention_forward(
         )
     refuse_arguments(module, kwargs)
     query_length, key_length = query.shape[2], key.shape[2]
-    decodes = causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    # Mllama's cross-attention does not say that it is not causal
+    by_itself = getattr(module, "is_causal", not getattr(module, "_softfocus_crosses", False))
+    decodes = causal = bool(by_itself if is_causal is None else is_causal)
     if expected_by(module.config) == EAGER:
         if any(group.window is not None for group in layer):
             raise ValueError(
@@ -150,11 +152,11 @@ def attention_forward(
 
 def _scale(module: nn.Module, mechanism: Mechanism, scaling: float | None, head_dim: int) -> float | None:
     """The factor of the scores: the model's in place of 1/sqrt(d), None for the mechanism's own."""
-    if mechanism.scale == "1/sqrt(d)":
-        return scaling
     # OPT, Whisper and others multiply the query (or query and key) by 1/sqrt(d) themselves. Cosines
     # do not see that
     applied = scaling == 1.0 and isinstance(own := getattr(module, "scaling", None), float) and own != 1.0
+    if mechanism.scale == "1/sqrt(d)":
+        return None if applied and mechanism.similarity == "cosine" else scaling
     if applied and mechanism.similarity == "dot":
         return default_scale(mechanism, head_dim) * math.sqrt(head_dim)
     return None

@@ -25,8 +25,11 @@ def install() -> None:
     ) -> None:
         original(self, ddp_cache_data, config, *args, **kwargs)
         if ddp_cache_data is None and isinstance(config, PreTrainedConfig):
-            layout = layout_of(config.get_text_config(decoder=True))
-            if layout is not None and config.get_text_config(decoder=True).model_type not in _SLICING:
+            text = config.get_text_config(decoder=True)
+            # Mllama's cache holds cross-attention layers, too. They would be the only ones that
+            # keep everything, and masks would have as many columns as the image has keys
+            crosses = bool(getattr(text, "cross_attention_layers", None))
+            if (layout := layout_of(text)) is not None and text.model_type not in _SLICING and not crosses:
                 _trim(self, layout)
 
 

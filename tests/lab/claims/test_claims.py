@@ -117,12 +117,14 @@ def test_every_row_builds_at_every_scale(scale: Any) -> None:
 @pytest.mark.parametrize("part", ["small", "one layer of the large", pytest.param("large", marks=pytest.mark.slow)])
 def test_every_row_and_recipe_trains_two_steps(part: str) -> None:
     """Every row at the scale `toy`, every shipped recipe that test_recall.py does not train, and
-    every row of a study with another model. Those with over 20 million parameters are recipes.
+    every row of a study with another model. Those with over 20 million parameters are recipes, or
+    rows of a study for GPUs, which train as its rows of fewer parameters do.
     """
     large = part != "small"
     recipes_of_all = [loading.load(name) for name in loading.shipped()]
     shipped = [recipe for recipe in recipes_of_all if recipe.data.kind != "task"]
     rows = [] if large else distinct("toy")
+    rows_for_gpus = study.recipes(*study.load("global-heads-medium"), seeds=[0])
     trained = []
     for recipe in [*rows, *shipped, *([] if large else rows_of_studies([*rows, *recipes_of_all]))]:
         torch.manual_seed(0)
@@ -131,7 +133,7 @@ def test_every_row_and_recipe_trains_two_steps(part: str) -> None:
                 x.numel() for x in models.build(recipe, recipe.model.config.get("vocab_size") or 257).parameters()
             )
         if (size > 20e6) is not large:
-            assert large or recipe in shipped, recipe.name
+            assert large or recipe in shipped or recipe in rows_for_gpus, recipe.name
             continue
         if part == "one layer of the large":
             shorter = ["data.speech.seconds=2.0", "train.length=99"] if recipe.data.speech else []
@@ -227,6 +229,26 @@ def test_findings_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / page.FINDINGS).unlink()
     (tmp_path / page.FINDINGS).mkdir()
     with pytest.raises(LabError, match="cannot be read"):
+        page.report(tmp_path)
+
+
+def test_results_in_the_place_of_others_are_refused(tmp_path: Path) -> None:
+    for name, scale, says in (("laser-bert", "toy", "of laser-vit at the scale toy"), ("laser-vit", "small", "toy")):
+        results = tmp_path / name / scale / "results.json"
+        results.parent.mkdir(parents=True)
+        results.write_bytes((PUBLIC / "laser-vit/toy/results.json").read_bytes())
+        with pytest.raises(LabError, match=says):
+            page.report(tmp_path)
+        results.unlink()
+
+
+def test_a_run_that_stands_twice_in_results_is_refused(tmp_path: Path) -> None:
+    found = json.loads((PUBLIC / "laser-vit/toy/results.json").read_text())
+    found["runs"].append(found["runs"][0])
+    results = tmp_path / "laser-vit" / "toy" / "results.json"
+    results.parent.mkdir(parents=True)
+    results.write_text(json.dumps(found))
+    with pytest.raises(LabError, match="is there twice"):
         page.report(tmp_path)
 
 

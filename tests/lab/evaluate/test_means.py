@@ -244,14 +244,23 @@ class TestSeeds:
         turned = difference(self.exact(*first), self.exact(*second)[::-1])
         assert turned.standard_error == pytest.approx(found.standard_error), "whatever their order"
 
-    @pytest.mark.parametrize("seeds", [(5, 6, 7), (0, 1, 1)])
-    def test_other_seeds_are_not(self, seeds: tuple[int, ...]) -> None:
+    def test_other_seeds_are_not(self) -> None:
         first, second = [1.0, 2.0, 3.0], [0.5, 1.7, 2.4]
-        found = difference(
-            self.exact(*first), [(seed, Mean(value, 0.0)) for seed, value in zip(seeds, second, strict=True)]
-        )
+        found = difference(self.exact(*first), [(5 + seed, mean) for seed, mean in self.exact(*second)])
         assert found.standard_error == pytest.approx(math.hypot(ordinary(first), ordinary(second)))
         assert not found.by_seed
+
+    def test_runs_that_share_a_seed_count_as_one(self) -> None:
+        """A copy of a run tells nothing about the noise of training."""
+        runs = self.exact(1.0, 1.3, 1.1)
+        assert estimate([*runs, *runs]) == estimate(runs)
+        assert not estimate([runs[0], runs[0]]).training_noise
+        mixed = estimate([*runs, (2, Mean(1.5, 0.0))])
+        assert mixed.value == pytest.approx((1.0 + 1.3 + (1.1 + 1.5) / 2) / 3)
+        other = self.exact(0.5, 1.2, 1.0)
+        once, twice = difference(runs, other), difference([*runs, *runs], [*other, *other])
+        assert twice == once
+        assert twice.by_seed
 
     @pytest.mark.parametrize(("correlation", "better"), [(0.2, "all"), (0.8, "common")])
     def test_all_trainings_or_the_seeds_that_both_have(self, correlation: float, better: str) -> None:

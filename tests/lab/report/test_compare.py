@@ -1,7 +1,9 @@
 import io
 import itertools
+import math
 import re
 import statistics
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.report.compare import compare
 from softfocus.lab.report.points import cell
 from softfocus.lab.report.report import build
-from softfocus.lab.report.results import RESULTS, Report, grouped, read_as
+from softfocus.lab.report.results import RESULTS, Report, grouped, read_as, refuse_twice
 from softfocus.lab.run_folder.files import EVALUATION, RECIPE, RUN, save_measured, save_run
 from softfocus.lab.run_folder.results import json_text
 
@@ -244,6 +246,22 @@ def test_two_folders_of_one_run_are_named(four, tmp_path, quiet):
     results.write_text(json_text(build([four[0], four[0]])))
     with pytest.raises(LabError, match=r"is there twice in .*results\.json; write it again"):
         compare([results], tmp_path / "out", console=quiet)
+
+
+def test_a_copy_that_was_resumed_is_the_same_run(four):
+    """It ended at another time, but its training is the other's."""
+    first, other = (four[0].info.model_copy(update={"token": token}) for token in ("0123", "4567"))
+    copy = first.model_copy(update={"finished": first.finished + timedelta(hours=1)})
+    refuse_twice([(Path("a"), first), (Path("b"), other)])
+    with pytest.raises(LabError, match="is there twice"):
+        refuse_twice([(Path("a"), first), (Path("copy"), copy)])
+
+
+def test_a_run_that_diverged_with_a_nan_is_found_twice(four, tmp_path, quiet):
+    lost = four[0].info.model_copy(update={"status": "diverged", "train_loss": [(10, math.nan)], "error": "NaN"})
+    folders = [save(four[0].model_copy(update={"info": lost}), tmp_path / name) for name in ("a", "copy")]
+    with pytest.raises(LabError, match="is there twice"):
+        compare([save(four[1], tmp_path / "b"), *folders], tmp_path / "out", console=quiet)
 
 
 def test_a_report_without_a_run_is_refused(four, tmp_path, quiet):

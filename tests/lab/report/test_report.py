@@ -79,8 +79,10 @@ class TestGroups:
         recipe = load("demo-lssar").to_toml()
         run = recipe.replace("mechanisms = []", 'mechanisms = ["lssa"]').replace("seed = 0", "seed = 1")
         logged = recipe.replace("checkpoint_every = 1000", "checkpoint_every = 7").replace("seed = 0", "seed = 2")
-        logged = logged.replace("log_every = 10", "log_every = 3")
+        logged = logged.replace("log_every = 10", "log_every = 3").replace("validations = 0", "validations = 5")
+        logged = logged.replace("projection_norms = false", "projection_norms = true")
         assert len({recipe, run, logged}) == 3
+        assert "validations = 5" in logged
         runs = [fabricate("lssar", [1.0], recipe=text, seed=seed) for seed, text in enumerate((recipe, run, logged))]
         assert [group.title for group in grouped(*runs)] == ["LSSAR (3 seeds)"]
 

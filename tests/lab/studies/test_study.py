@@ -20,7 +20,7 @@ from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.evaluate.recall import recall
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recipes.lengths import parse
-from softfocus.lab.recipes.loading import load
+from softfocus.lab.recipes.loading import derive, load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import compare
 from softfocus.lab.report.recall import recall_tables
@@ -34,7 +34,7 @@ from softfocus.lab.studies import estimate, pool, study
 from softfocus.lab.studies.demo import run_demo
 from softfocus.lab.studies.jobs import plan_jobs
 from softfocus.lab.studies.screen import Screen
-from softfocus.lab.studies.study import run_study
+from softfocus.lab.studies.study import run_study, train_all
 from softfocus.lab.train.run import train
 
 TASK = """
@@ -487,6 +487,29 @@ def test_an_earlier_comparison_of_recall_stands_for_its_runs(fabricate: Any, tmp
     with pytest.raises(LabError, match="the run run-s0 is there twice"):
         compare([tmp_path / "two" / "results.json", folders[0]], tmp_path / "none", console=console())
     assert not (tmp_path / "none").exists()
+
+
+def test_recall_of_models_of_other_texts_is_not_of_one_model(fabricate: Any) -> None:
+    """Whose folders share a name, so that their recipes are the same without folders."""
+    entries = [recalled(fabricate, seed, (16, 8, 0.5)) for seed in range(3)]
+    other = entries[2].model_copy(update={"info": entries[2].info.model_copy(update={"corpus_key": "another"})})
+    assert [len(group.entries) for group in grouped(entries)] == [3]
+    assert [len(group.entries) for group in grouped([*entries[:2], other])] == [2, 1]
+
+
+def test_a_text_that_changed_between_runs_is_refused(tmp_path: Path) -> None:
+    """Otherwise seeds of one row would be of two texts."""
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("one two three four\n" * 4000)
+    train = {"steps": 2, "warmup": 1, "length": 16, "batch": 1}
+    changes = {"data": {"source": str(text)}, "evaluate": {"tokens": 256, "lengths": "1x"}}
+    plan = [derive("toy", f"run-s{seed}", changes | {"train": train | {"seed": seed}}) for seed in range(2)]
+    train_all("title", plan[:1], tmp_path / "runs", jobs=1, console=console())
+    (text / "b.txt").write_text("five six seven eight\n" * 4000)
+    with pytest.raises(LabError, match=r"run-s0 was trained on .*, and what is left would be trained on "):
+        train_all("title", plan, tmp_path / "runs", jobs=1, console=console())
+    assert not (tmp_path / "runs" / "run-s1").exists()
 
 
 def test_recall_without_rows_is_refused(fabricate: Any, tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ def report(folder: Path) -> list[Path]:
     all_found: dict[str, dict[Scale, Results]] = {}
     for name in claims.shipped():
         claim = claims.load(name)
-        found = {scale: outcomes.read(path) for scale in SCALES if (path := folder / name / scale / RESULTS).exists()}
+        places = {scale: folder / name / scale / RESULTS for scale in SCALES}
+        found = {scale: _placed(path, name, scale) for scale, path in places.items() if path.exists()}
         all_found[name] = found
         for scale, results in found.items():
             write_figures(claim, scale, results, folder / name / scale)
@@ -80,6 +81,19 @@ def report(folder: Path) -> list[Path]:
     for path, text in written:
         write_atomically(path, text)
     return [path for path, _ in written]
+
+
+def _placed(path: Path, name: str, scale: Scale) -> Results:
+    """Results that stand where those of the claim and scale belong.
+
+    Raises:
+        LabError: they cannot be read, or are others.
+    """
+    found = outcomes.read(path)
+    if (found.claim, found.scale) != (name, scale):
+        what = f"{path} holds results of {found.claim} at the scale {found.scale}"
+        raise LabError(what, f"put them where they belong, {found.claim}/{found.scale}/{path.name}")
+    return found
 
 
 def _findings(path: Path) -> dict[str, list[str]]:

@@ -10,10 +10,10 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from softfocus.catalog import named
 from softfocus.lab.claims.claim import Claim, Scale
@@ -139,6 +139,14 @@ class Results(Record):
     )
     missing: list[str] = Field(default=[], description="runs that failed for reasons that say nothing about the claim")
     runs: list[Run]
+
+    @model_validator(mode="after")
+    def _each_run_once(self) -> Self:
+        """Otherwise one of them would weigh double."""
+        runs = [(run.row, run.info.seed) for run in self.runs]
+        if twice := [one for number, one in enumerate(runs) if one in runs[:number]]:
+            raise ValueError(f"the run {twice[0][0]}-s{twice[0][1]} is there twice")
+        return self
 
     def of(self, row: str) -> list[Run]:
         """The trainings of a row, by seed."""

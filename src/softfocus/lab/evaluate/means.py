@@ -279,29 +279,38 @@ class Estimate:
 
 
 def estimate(runs: Runs) -> Estimate:
-    """The mean over trainings."""
-    return _with_noise(average([mean for _, mean in runs]), _noise([mean.value for _, mean in runs]))
+    """The mean over trainings: over seeds, where several runs share one."""
+    means = list(_of_seeds(runs).values())
+    return _with_noise(average(means), _noise([mean.value for mean in means]))
 
 
 def difference(first: Runs, second: Runs) -> Estimate:
     """The first mean less the second, paired by document, and by seed where both have the same
-    seeds, each once.
+    seeds. Runs that share a seed count as one, their mean: they may be copies of one training.
 
     Where the sets of seeds differ, all trainings count and none are paired. The seeds that both
     have would give a paired difference too, but of fewer trainings. With 8 seeds against 4 of
     these, its true error is the smaller one only if the losses of one seed correlate above 0.5. The
     error given here leaves such a correlation out. A positive one makes it too wide.
     """
-    documents = average([mean for _, mean in first]) - average([mean for _, mean in second])
+    a, b = _of_seeds(first), _of_seeds(second)
+    documents = average(list(a.values())) - average(list(b.values()))
     by_document = bool(_paired([mean for runs in (first, second) for _, mean in runs]))
-    a, b = ({seed: mean.value for seed, mean in runs} for runs in (first, second))
-    by_seed = a.keys() == b.keys() and len(a) == len(first) == len(second)
+    by_seed = a.keys() == b.keys()
     noises = (
-        [_noise([a[seed] - b[seed] for seed in a])]
+        [_noise([a[seed].value - b[seed].value for seed in a])]
         if by_seed
-        else [_noise([mean.value for _, mean in runs]) for runs in (first, second)]
+        else [_noise([mean.value for mean in means.values()]) for means in (a, b)]
     )
     return replace(_with_noise(documents, *noises), by_document=by_document, by_seed=by_seed)
+
+
+def _of_seeds(runs: Runs) -> dict[int, Mean]:
+    """The mean of each seed."""
+    found: dict[int, list[Mean]] = {}
+    for seed, mean in runs:
+        found.setdefault(seed, []).append(mean)
+    return {seed: average(means) for seed, means in found.items()}
 
 
 def _noise(values: Sequence[float]) -> Error | None:

@@ -172,9 +172,9 @@ def count_text(seeds: Sequence[int]) -> str:
 
 
 def without_seed(text: str) -> object:
-    """What has to agree: not the name, the description, the seed, how often the training is logged
-    and kept, or what is measured of it and at which lengths. A recipe of an earlier version has the
-    defaults that it does not name.
+    """What has to agree: not the name, the description, the seed, what is recorded of the training,
+    how often it is kept, or what is measured of it and at which lengths. A recipe of an earlier
+    version has the defaults that it does not name.
     """
     try:
         values = tomllib.loads(text)
@@ -184,7 +184,8 @@ def without_seed(text: str) -> object:
         values = Recipe.model_validate(values).model_dump()
     for said in ("name", "description"):
         values.pop(said, None)
-    said_of = {"train": ("seed", "log_every", "checkpoint_every"), "evaluate": ("also", "lengths", "mechanisms")}
+    recorded = "log_every", "validations", "projection_norms", "checkpoint_every"
+    said_of = {"train": ("seed", *recorded), "evaluate": ("also", "lengths", "mechanisms")}
     for table, keys in said_of.items():
         for key in keys if isinstance(values.get(table), dict) else ():
             values[table].pop(key, None)

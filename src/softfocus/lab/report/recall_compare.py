@@ -87,7 +87,8 @@ def grouped(entries: Sequence[RecallEntry]) -> list[RecallGroup]:
     """The runs, those of one model with different seeds together."""
     kinds: dict[object, list[RecallEntry]] = {}
     for index, entry in enumerate(entries):
-        kinds.setdefault(without_seed(entry.recipe) if entry.recipe else index, []).append(entry)
+        known = (without_seed(entry.recipe), entry.info.corpus_key) if entry.recipe else index
+        kinds.setdefault(known, []).append(entry)
     first, several = zip(*((members[0].recall, len(members) > 1) for members in kinds.values()), strict=True)
     names = labels(first, several)
     return [RecallGroup(name, tuple(members)) for name, members in zip(names, kinds.values(), strict=True)]

@@ -159,7 +159,7 @@ def refuse_twice(found: Sequence[tuple[Path, RunInfo]]) -> None:
         LabError: it does.
     """
     for index, (path, info) in enumerate(found):
-        if first := next((one for one, other in found[:index] if other == info), None):
+        if first := next((one for one, other in found[:index] if _is_same(other, info)), None):
             what = f"the run {info.name} is there twice"
             if first == path:
                 raise LabError(f"{what} in {path}", "write it again with `softfocus compare RUN... --out FOLDER`")
@@ -168,6 +168,13 @@ def refuse_twice(found: Sequence[tuple[Path, RunInfo]]) -> None:
             if ".json" in (first.suffix, path.suffix):
                 raise LabError(f"{what}: in {first} and in {path}", "name its folder or the results.json that holds it")
             raise LabError(f"{what}: {first} and {path} hold the same run", "leave one of them out")
+
+
+def _is_same(one: RunInfo, other: RunInfo) -> bool:
+    """Whether two are of one training: a copy may have been resumed since."""
+    if one.token and other.token:
+        return one.token == other.token
+    return one.model_dump_json() == other.model_dump_json()  # a NaN read twice is not equal
 
 
 def say_replaced(path: Path, runs: Sequence[RunInfo], console: Console) -> None:

@@ -124,7 +124,33 @@ def plan_jobs(folder: Path, recipes: Sequence[Recipe], labels: Sequence[str], *,
         elif not overwrite and (diverged := divergence(job.folder)):
             job.status, job.error = "diverged", diverged.error or ""
         job.trained = not overwrite and _is_trained(job)
+        job.share = TRAINING if job.trained else 0.0
     return jobs
+
+
+def refuse_other_data(jobs: Sequence[Job]) -> None:
+    """Runs that are compared read the same data: those that are trained already, and those that
+    will be. (A file of a text may have changed since, or Python, whose sources are "stdlib".)
+
+    Raises:
+        LabError: a trained run has read other data than its recipe stands for now.
+    """
+    if all(job.trained or job.status != "waiting" for job in jobs):
+        return
+    from softfocus.lab.data import of_recipe  # imports torch, which takes seconds
+
+    keys: dict[str, str] = {}
+    for job in jobs:
+        if not job.trained:
+            continue
+        data = job.recipe.data.model_dump_json()
+        now = keys[data] = keys.get(data) or of_recipe.key(job.recipe)
+        if (before := load_run(job.folder).corpus_key) != now:
+            raise LabError(
+                f"{job.folder} was trained on {before}, and what is left would be trained on {now}: the corpus or "
+                f"its tokenizer has changed",
+                "train all runs in another folder with --out, or those again with --overwrite",
+            )
 
 
 def missing_lines(jobs: Sequence[Job]) -> list[str]:

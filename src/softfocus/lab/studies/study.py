@@ -21,7 +21,7 @@ from softfocus.lab.run_folder.owner import refuse_in_use
 from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.studies import pool
 from softfocus.lab.studies.estimate import estimate
-from softfocus.lab.studies.jobs import LOGS, Job, missing_lines, plan_jobs, refuse_failed
+from softfocus.lab.studies.jobs import LOGS, Job, missing_lines, plan_jobs, refuse_failed, refuse_other_data
 from softfocus.lab.train.memory import SMALLER, check_memory, check_processes
 
 
@@ -261,6 +261,7 @@ def train_all(
     with telling(console, title) as tell:
         if left:
             tell("checking whether memory holds the runs")
+        refuse_other_data(found)
         check_memory([job.recipe for job in left], min(workers, max(1, len(left))), processes, remedies)
         if any("tasks" in job.recipe.evaluate.also for job in left):
             from softfocus.lab.evaluate import tasks
