@@ -179,6 +179,7 @@ def test_each_stage_runs_to_its_end_without_a_gpu(stage, tmp_path):
     assert all(one["tests"]["passed"] for one in found["items"] if "tests" in one)  # skipped tests rehearse nothing
 
 
+@pytest.mark.long
 def test_old_and_new_kernels_are_timed_in_turn(tmp_path):
     """Without a GPU, by Triton's interpreter, with this tree on both sides."""
     source, out = PATH.parents[2] / "src", tmp_path / "found.jsonl"
