@@ -4,7 +4,7 @@ Whisper: models that scale the query themselves.
 
 import pytest
 import torch
-from transformers import DynamicCache, OPTConfig, OPTForCausalLM, WhisperConfig, WhisperModel
+from transformers import DynamicCache, EsmConfig, EsmModel, OPTConfig, OPTForCausalLM, WhisperConfig, WhisperModel
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 from transformers.models.mllama.modeling_mllama import MllamaForCausalLM
 
@@ -51,6 +51,19 @@ def test_a_second_turn_with_windows_beside_cross_attention_layers(mllama):
         torch.testing.assert_close(torch.cat(turns, dim=1), mllama(ids, use_cache=False).logits)
 
 
+@pytest.mark.parametrize("window", [3, 64])
+def test_decoding_with_an_image_in_the_cache(mllama, window):
+    softfocus.hf.use(mllama, {"1": "lssar", "*": {"mechanism": "lssar", "window": window}})
+    seen, ids = torch.randn(1, 5, 32, dtype=torch.float64), text(1, 11)
+    cache, parts = DynamicCache(config=mllama.config), []
+    with torch.no_grad():
+        for number, part in enumerate(ids.split([6, 1, 1, 3], dim=1)):
+            given = {"cross_attention_states": seen} if number == 0 else {}
+            parts.append(mllama(part, past_key_values=cache, use_cache=True, **given).logits)
+        want = mllama(ids, cross_attention_states=seen, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(parts, dim=1), want)
+
+
 @pytest.mark.parametrize("length", [3, 9])
 def test_cross_attention_without_a_mask_is_not_causal(mllama, length):
     seen, ids = torch.randn(1, 5, 32, dtype=torch.float64), text(1, length)
@@ -76,13 +89,21 @@ def whisper():
     return model, {"input_features": torch.randn(1, 4, 16), "decoder_input_ids": text(1, 7)}
 
 
-@pytest.mark.parametrize("made", [opt, whisper])
-def test_a_cosine_keeps_its_own_scale_where_the_model_scales_the_query(made):
+def esm():
+    config = EsmConfig(
+        vocab_size=33, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=32, position_embedding_type="rotary", pad_token_id=1,
+    )  # fmt: skip
+    return EsmModel(config, add_pooling_layer=False), {"input_ids": text(1, 7) % 30 + 2}
+
+
+@pytest.mark.parametrize(("made", "calls"), [(opt, 1), (whisper, 3), (esm, 1)])
+def test_a_cosine_keeps_its_own_scale_where_the_model_scales_the_query(made, calls):
     """The model's factor of the query is not seen by a cosine."""
     model, inputs = made()
     model = softfocus.hf.use(model.eval(), Mechanism(similarity="cosine", phi="exp"))
     scales = []
     with softfocus.hf.watch(lambda call: scales.append(call.arguments["scale"])), torch.no_grad():
         model(**inputs)
-    assert scales
+    assert len(scales) == calls
     assert all(scale is None or scale == pytest.approx(8**-0.5) for scale in scales)

@@ -4,6 +4,7 @@
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from softfocus.functional import HIDDEN, attention
 from softfocus.hf.config import layer_of
+from softfocus.hf.learned import is_causal as is_causal_itself
 from softfocus.hf.learned import parameter_of
 from softfocus.hf.masks import EAGER, expected_by
 from softfocus.hf.refusals import refuse_arguments, refuse_other_heads
@@ -99,9 +101,7 @@ def attention_forward(
         )
     refuse_arguments(module, kwargs)
     query_length, key_length = query.shape[2], key.shape[2]
-    # Mllama's cross-attention does not say that it is not causal
-    by_itself = getattr(module, "is_causal", not getattr(module, "_softfocus_crosses", False))
-    decodes = causal = bool(by_itself if is_causal is None else is_causal)
+    decodes = causal = is_causal_itself(module) if is_causal is None else bool(is_causal)
     if expected_by(module.config) == EAGER:
         if any(group.window is not None for group in layer):
             raise ValueError(
@@ -150,11 +150,16 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+_SCALED = re.compile("Esm|EvollaSaProt")
+"""Classes that multiply the query by 1/sqrt(d), and whose `scaling` says 1."""
+
+
 def _scale(module: nn.Module, mechanism: Mechanism, scaling: float | None, head_dim: int) -> float | None:
     """The factor of the scores: the model's in place of 1/sqrt(d), None for the mechanism's own."""
     # OPT, Whisper and others multiply the query (or query and key) by 1/sqrt(d) themselves. Cosines
     # do not see that
-    applied = scaling == 1.0 and isinstance(own := getattr(module, "scaling", None), float) and own != 1.0
+    own = getattr(module, "scaling", None)
+    applied = scaling == 1.0 and ((isinstance(own, float) and own != 1.0) or bool(_SCALED.match(type(module).__name__)))
     if mechanism.scale == "1/sqrt(d)":
         return None if applied and mechanism.similarity == "cosine" else scaling
     if applied and mechanism.similarity == "dot":

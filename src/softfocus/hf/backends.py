@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from softfocus.functional import explain
 from softfocus.hf.config import layer_of, layout_of
-from softfocus.hf.learned import attention_modules, heads, weight_of
+from softfocus.hf.learned import attention_modules, heads, is_causal, weight_of
 from softfocus.hf.own import own
 from softfocus.layout import Heads, Layout, config_of_layer
 
@@ -83,7 +83,7 @@ def _backend(module: nn.Module, group: Heads) -> str:
         return "not known (the module does not say how large a head is)"
     query = torch.empty(1, group.heads or heads(module), _LENGTH, size, dtype=weight.dtype, device=weight.device)
     query.requires_grad_(module.training)
-    causal, dropout = bool(getattr(module, "is_causal", True)), getattr(module, "attention_dropout", 0.0)
+    causal, dropout = is_causal(module), getattr(module, "attention_dropout", 0.0)
     learned = {name: query.new_ones(query.shape[1]) for name in group.learned}
     window = None if group.window is None else (group.window - 1, 0 if causal else group.window - 1)
     try:

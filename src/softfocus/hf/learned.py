@@ -151,6 +151,13 @@ def equip_all(model: nn.Module) -> None:
     rotary.add_bases(model)
 
 
+def is_causal(module: nn.Module) -> bool:
+    """Whether a module attends causally by itself. One that does not say so does, but for
+    cross-attention (in Transformers 5.24 that is Mllama's alone).
+    """
+    return bool(getattr(module, "is_causal", not getattr(module, "_softfocus_crosses", False)))
+
+
 def refuse_other_layers(modules: list[nn.Module], layout: Layout) -> None:
     """A layout finds its layers by number. Layers without a module that dispatches, as a hybrid's
     linear attention, are left out.

@@ -47,7 +47,7 @@ def expected_by(config: PreTrainedConfig) -> str:
     if entry.masks is None:
         raise ValueError(
             f"{type(config).__name__}: its mechanism was set after its model was built; "
-            "call softfocus.hf.use(model, ...) on the model itself, or assign or window, which keep what it has learned"
+            "call softfocus.hf.use(model, ...) on the model itself; assign and window keep what it has learned"
         )
     expected: str = entry.masks
     return expected

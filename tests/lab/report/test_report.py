@@ -83,6 +83,7 @@ class TestGroups:
         logged = logged.replace("projection_norms = false", "projection_norms = true")
         assert len({recipe, run, logged}) == 3
         assert "validations = 5" in logged
+        assert "projection_norms = true" in logged
         runs = [fabricate("lssar", [1.0], recipe=text, seed=seed) for seed, text in enumerate((recipe, run, logged))]
         assert [group.title for group in grouped(*runs)] == ["LSSAR (3 seeds)"]
 
@@ -96,6 +97,16 @@ class TestGroups:
         assert "accumulate" not in earlier
         runs = [fabricate("lssar", [1.0], recipe=text, seed=seed) for seed, text in enumerate((resolved, earlier))]
         assert len(grouped(*runs)) == 1
+
+    def test_runs_that_share_a_seed_weigh_as_one(self, fabricate):
+        """In the mean and in its difference from another."""
+        losses = (0, 1.0), (1, 2.0), (1, 4.0)
+        (group,) = grouped(*[fabricate("lssar", [loss], seed=seed, recipe="a = 1") for seed, loss in losses])
+        other = grouped(*[fabricate("lssar", [loss], seed=seed, recipe="a = 2") for seed, loss in losses[:2]])[0]
+        ours, its = (cell(one, 1.0, "as trained") for one in (group, other))
+        assert (ours.loss, its.loss) == (2.0, 1.5)
+        assert ours.minus(its).value == 0.5
+        assert ours.spread == pytest.approx(2**0.5)
 
     def test_a_length_that_one_of_the_seeds_lacks_is_not_shown(self, fabricate):
         (group,) = grouped(*seeds(fabricate, "lssar", [1.0, 1.1], [1.2]))

@@ -32,7 +32,7 @@ from softfocus.lab.run_folder.owner import LOCK, owning
 from softfocus.lab.run_folder.results import Answers, Recall, RecallRow
 from softfocus.lab.studies import estimate, pool, study
 from softfocus.lab.studies.demo import run_demo
-from softfocus.lab.studies.jobs import plan_jobs
+from softfocus.lab.studies.jobs import plan_jobs, refuse_other_data
 from softfocus.lab.studies.screen import Screen
 from softfocus.lab.studies.study import run_study, train_all
 from softfocus.lab.train.run import train
@@ -510,6 +510,11 @@ def test_a_text_that_changed_between_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LabError, match=r"run-s0 was trained on .*, and what is left would be trained on "):
         train_all("title", plan, tmp_path / "runs", jobs=1, console=console())
     assert not (tmp_path / "runs" / "run-s1").exists()
+    jobs = plan_jobs(tmp_path / "runs", plan, ["a", "b"])
+    save_run(jobs[0].folder, load_run(jobs[0].folder).model_copy(update={"corpus_key": ""}))
+    refuse_other_data(jobs)  # an early run, which does not know
+    shutil.rmtree(text)
+    refuse_other_data([jobs[0]])  # nothing is left to train
 
 
 def test_recall_without_rows_is_refused(fabricate: Any, tmp_path: Path) -> None:

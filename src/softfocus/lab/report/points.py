@@ -52,6 +52,14 @@ class Group:
         return count_text([evaluation.seed for evaluation in self.evaluations])
 
 
+def of_seeds(found: Iterable[tuple[int, float]]) -> list[float]:
+    """The mean of each seed's values, given (seed, value) of each run."""
+    by_seed: dict[int, list[float]] = {}
+    for seed, value in found:
+        by_seed.setdefault(seed, []).append(value)
+    return [float(np.mean(values)) for values in by_seed.values()]
+
+
 @dataclass(frozen=True)
 class Cell:
     """The losses of a group at one length under one setting."""
@@ -74,13 +82,18 @@ class Cell:
 
     @property
     def loss(self) -> float:
-        """The mean over the runs; not finite where one of them diverged."""
-        return float(np.mean(self.values))
+        """The mean over the seeds; not finite where a run diverged."""
+        return float(np.mean(self._of_seeds))
 
     @property
     def spread(self) -> float:
-        """The standard deviation over the runs, NaN for one."""
-        return float(np.std(self.values, ddof=1)) if len(self.rows) > 1 else math.nan
+        """The standard deviation over the seeds, NaN for one."""
+        return float(np.std(self._of_seeds, ddof=1)) if len(self._of_seeds) > 1 else math.nan
+
+    @cached_property
+    def _of_seeds(self) -> list[float]:
+        """The loss of each seed: the mean of its runs, where several share it."""
+        return of_seeds(zip((one.seed for one in self.group.evaluations), self.values, strict=True))
 
     @property
     def standard_error(self) -> float:

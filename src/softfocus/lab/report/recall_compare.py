@@ -14,7 +14,7 @@ from rich.console import Console
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import say
 from softfocus.lab.report.curves import Line, Panel, Point, curve_table, save_curves
-from softfocus.lab.report.points import count_text, labels, without_seed
+from softfocus.lab.report.points import count_text, labels, of_seeds, without_seed
 from softfocus.lab.report.recall import BLIND
 from softfocus.lab.report.results import (
     FIGURE,
@@ -67,8 +67,8 @@ class RecallGroup:
         found = []
         for length in sorted(set.intersection(*map(set, by_run))):
             rows = [run[length] for run in by_run]
-            values = [row.accuracy for row in rows]
-            spread = stdev(values) if len(rows) > 1 else rows[0].standard_error
+            values = of_seeds((entry.info.seed, row.accuracy) for entry, row in zip(self.entries, rows, strict=True))
+            spread = stdev(values) if len(values) > 1 else rows[0].standard_error
             found.append(Point(length, fmean(values), spread, BLIND if all(row.blind for row in rows) else ""))
         return found
 

@@ -11,6 +11,7 @@ from typing import Literal
 from softfocus.lab.errors import LabError
 from softfocus.lab.inspect.results import RESULTS, TOKENS, VALIDATION_TEXT, read
 from softfocus.lab.progress import Event
+from softfocus.lab.recipes.data import DataTable
 from softfocus.lab.recipes.lengths import parse
 from softfocus.lab.recipes.loading import differences, flat, load
 from softfocus.lab.recipes.recipe import Recipe
@@ -135,21 +136,24 @@ def refuse_other_data(jobs: Sequence[Job]) -> None:
     Raises:
         LabError: a trained run has read other data than its recipe stands for now.
     """
-    if all(job.trained or job.status != "waiting" for job in jobs):
+    left = {job.recipe.data for job in jobs if job.status == "waiting" and not job.trained}
+    if not left:
         return
     from softfocus.lab.data import of_recipe  # imports torch, which takes seconds
 
-    keys: dict[str, str] = {}
+    keys: dict[DataTable, str] = {}
     for job in jobs:
-        if not job.trained:
+        data = job.recipe.data
+        # Early runs do not know what they were trained on
+        if not job.trained or data not in left or not (before := load_run(job.folder).corpus_key):
             continue
-        data = job.recipe.data.model_dump_json()
-        now = keys[data] = keys.get(data) or of_recipe.key(job.recipe)
-        if (before := load_run(job.folder).corpus_key) != now:
+        if data not in keys:
+            keys[data] = of_recipe.key(job.recipe)
+        if before != keys[data]:
             raise LabError(
-                f"{job.folder} was trained on {before}, and what is left would be trained on {now}: the corpus or "
-                f"its tokenizer has changed",
-                "train all runs in another folder with --out, or those again with --overwrite",
+                f"{job.folder} was trained on {before}, and what is left would be trained on {keys[data]}: "
+                "the corpus (or its tokenizer) has changed, or moved, or was copied",
+                "put it back as it was, choose another folder with --out, or train all runs again with --overwrite",
             )
 
 

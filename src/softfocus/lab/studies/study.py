@@ -259,9 +259,11 @@ def train_all(
     # They share the cores. As many threads for the last run as for the others: sums round alike
     workers = jobs or _default_jobs()
     with telling(console, title) as tell:
+        if left and len(left) < len(found):
+            tell("looking whether the data is as before")
+        refuse_other_data(found)
         if left:
             tell("checking whether memory holds the runs")
-        refuse_other_data(found)
         check_memory([job.recipe for job in left], min(workers, max(1, len(left))), processes, remedies)
         if any("tasks" in job.recipe.evaluate.also for job in left):
             from softfocus.lab.evaluate import tasks
