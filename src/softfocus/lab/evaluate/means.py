@@ -2,11 +2,12 @@
 together.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import atan, erf, exp, hypot, inf, isnan, lgamma, nan, pi, sqrt, tan
 from statistics import NormalDist, fmean
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -207,6 +208,8 @@ def _share_within(angle: float, freedom: float) -> float:
     return angle / 2 * float(_WEIGHTS @ density)
 
 
+Value = TypeVar("Value")
+
 Runs = Sequence[tuple[int, Mean]]
 """The same quantity of several trainings: (seed, what was measured)."""
 
@@ -305,12 +308,17 @@ def difference(first: Runs, second: Runs) -> Estimate:
     return replace(_with_noise(documents, *noises), by_document=by_document, by_seed=by_seed)
 
 
+def grouped_by_seed(found: Iterable[tuple[int, Value]]) -> dict[int, list[Value]]:
+    """What the runs of each seed gave, from (seed, value) of each run."""
+    groups: dict[int, list[Value]] = {}
+    for seed, value in found:
+        groups.setdefault(seed, []).append(value)
+    return groups
+
+
 def _of_seeds(runs: Runs) -> dict[int, Mean]:
     """The mean of each seed."""
-    found: dict[int, list[Mean]] = {}
-    for seed, mean in runs:
-        found.setdefault(seed, []).append(mean)
-    return {seed: average(means) for seed, means in found.items()}
+    return {seed: average(means) for seed, means in grouped_by_seed(runs).items()}
 
 
 def _noise(values: Sequence[float]) -> Error | None:

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from pydantic import ValidationError
 
-from softfocus.lab.evaluate.means import Estimate, Mean, difference, estimate
+from softfocus.lab.evaluate.means import Estimate, Mean, difference, estimate, grouped_by_seed
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.results import AS_TRAINED, WRONG, Evaluation, Recall, Row
 
@@ -54,10 +54,7 @@ class Group:
 
 def of_seeds(found: Iterable[tuple[int, float]]) -> list[float]:
     """The mean of each seed's values, given (seed, value) of each run."""
-    by_seed: dict[int, list[float]] = {}
-    for seed, value in found:
-        by_seed.setdefault(seed, []).append(value)
-    return [float(np.mean(values)) for values in by_seed.values()]
+    return [float(np.mean(values)) for values in grouped_by_seed(found).values()]
 
 
 @dataclass(frozen=True)
