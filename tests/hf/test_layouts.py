@@ -10,6 +10,7 @@ import json
 import math
 import pickle
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -680,6 +681,25 @@ def test_sinks_are_streaming_llms(build, tokens, in_double, mechanism, family):
     torch.testing.assert_close(got, torch.stack(want, dim=1), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match=r"sinks: .* without a KV cache"):
         logits(model, ids[:, -1:], past_key_values=model(ids[:, :-1], use_cache=True).past_key_values)
+
+
+def test_sinks_of_a_model_that_two_threads_run(build, tokens):
+    """The second forward takes place between the first one's rotary tables and its attention."""
+    ids, other = tokens(1, LENGTH), tokens(1, LENGTH, seed=2)
+    model = softfocus.hf.window(build("llama", "softmax", num_hidden_layers=1), 6, 2)
+    want = logits(model, ids)
+    started = []
+
+    def run_another(*_):
+        if not started:
+            positions = 3 * torch.arange(LENGTH)[None]
+            started.append(threading.Thread(target=logits, args=(model, other), kwargs={"position_ids": positions}))
+            started[0].start()
+            started[0].join()
+
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(run_another)
+    assert torch.equal(logits(model, ids), want)
+    assert started
 
 
 def test_unknown_rotations_are_refused(tokens):

@@ -14,6 +14,7 @@ all bases, one after another in the batch's dimension, and the hook picks each g
 import copy
 import inspect
 import sys
+import threading
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ _TABLES = "position_embeddings"
 _FUNCTION = "apply_rotary_pos_emb"
 _OTHERS = "_softfocus_bases"
 """The rotary embeddings of a layout's other bases, inside the model's own."""
+_OF_THREADS = "_softfocus_tables"
+"""The tables of a module's forward in each thread, from its hook to its attention."""
 
 
 class _Form(NamedTuple):
@@ -177,8 +180,12 @@ def _change_tables(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
             for xs in columns
         )
     if sinks:
-        module._softfocus_tables = tables  # type: ignore[assignment]
+        module.__dict__.setdefault(_OF_THREADS, {})[_thread()] = tables
     return args, kwargs | {_TABLES: tables}
+
+
+def _thread() -> int:
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def _share(module: nn.Module, group: Heads, by_base: dict[float | None, tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
@@ -315,7 +322,7 @@ def at_first_window(module: nn.Module, query: Tensor, heads: slice, window: int)
         ValueError: there is no table, or not that of these queries from the first position on, or
             it turns an unknown part.
     """
-    tables = getattr(module, "_softfocus_tables", None)
+    tables = getattr(module, _OF_THREADS, {}).get(_thread())
     if tables is None or tables[0].shape[-2] != query.shape[2]:
         raise ValueError("sinks: they need the positions of all queries, from the first on: run without a KV cache")
     form: _Form = module._softfocus_form  # type: ignore[assignment]
