@@ -229,7 +229,7 @@ def test_what_is_said_of_recall_is_the_measured_one():
         )
         for label in ("softmax", "lssar")
     }
-    said = "with all of RoPE softmax finds at most {:.0f} % of the keys at 16x among filler, LSSAR at most {:.0f} %,"
+    said = "at 16x with longer filler. With all of RoPE softmax finds at most {:.0f} % of the keys, LSSAR at most {:.0f} %,"
     assert said.format(100 * most["softmax"], 100 * most["lssar"]) in TEXT
     assert f"and a window {points['window', 1024, False]}, as chance does." in TEXT
     (layouts,) = of_pages("docs/layouts.md")

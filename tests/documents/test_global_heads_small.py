@@ -4,6 +4,7 @@ Over 400 lines: the sizes share their readers, and how the page writes a differe
 """
 
 import json
+import re
 from math import hypot
 from statistics import fmean
 
@@ -419,15 +420,30 @@ def sizes() -> str:
     return table([*model, *(f"vs. {baseline}" for baseline in softmax + layout)], rows)
 
 
+def test_the_gain_that_readme_opens_with_is_that_of_its_table():
+    (readme,) = of_pages("README.md")
+    first = list(by_size().values())[:5]
+    for at, rival_at, place in ((HERE, HERE, "at the training length"), (FAR, WINDOWED, "there softmax needs")):
+        leads = [beside(by, ours, "Softmax", at, rival_at) for by, ours in first]
+        assert all(lead.sure and lead.value < 0 for lead in leads)
+        least, *_, most = sorted(-lead.value for lead in leads)
+        assert re.search(rf"lower by {least:.3f} to {most:.3f}.{{1,40}}{place}", readme)
+
+
 def test_what_readme_says_of_the_mechanisms_share_is_measured():
     sure = []
     for by, ours in list(by_size().values())[:4]:
+        sure.append(
+            [
+                beside(by, "all-softmax-nope", "Softmax", at, rival_at).sure
+                for at, rival_at in ((HERE, HERE), (FAR, WINDOWED))
+            ]
+        )
         for at, rival_at in ((HERE, HERE), (FAR, WINDOWED)):
             whole = beside(by, ours, "Softmax", at, rival_at).value
             mechanisms = beside(by, ours, "all-softmax-nope", at, at).value / whole
             assert 0.4 <= mechanisms <= 0.85, "the layout has 15 to 60 %"
-        sure.append(beside(by, "all-softmax-nope", "Softmax").sure)
-    assert sure == [False, False, True, True], "the layout's part at the training length"
+    assert sure == [[False] * 2, [False] * 2, [True] * 2, [True] * 2], "the layout's part at both lengths"
     alone = beside(by_row("bpe-longer"), "all-softmax-nope", "softmax")
     assert not alone.sure
     by, _ours = by_size()[SMALL_INIT]

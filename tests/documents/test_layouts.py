@@ -752,9 +752,10 @@ def test_the_rows_whose_best_rate_is_not_4e_3_are_those_that_are_named():
     }
     narrow = [loss("other-rates/8e-3", "g-window-16-s0"), loss("layouts-around", "g-window-16-s0")]
     page = " ".join((ROOT / "docs/global-heads.md").read_text().split())
-    assert f"seed 0 has a loss of {narrow[0]:.3f} at 8e-3, lower by {narrow[1] - narrow[0]:.3f}, and" in page
+    text = f"(seed 0): {narrow[0]:.3f}, lower by {narrow[1] - narrow[0]:.3f}, with windows of 16, and"
+    assert text in page
     wider = [loss("other-rates/8e-3", "g-window-32-s0"), loss("layouts-around", "g-window-32-s0")]
-    assert f"windows of 32 a loss of {wider[0]:.3f} there, lower by {wider[1] - wider[0]:.3f})." in page
+    assert f"windows of 16, and {wider[0]:.3f}, lower by {wider[1] - wider[0]:.3f}, with windows of 32." in page
     text = "**4e-3, the demo's rate, is the best of three or four rates for {} of {} rows (seed 0).**"
     assert text.format(len(best) - 6, len(best)) in TEXT
     beyond = [
