@@ -139,6 +139,13 @@ def test_what_is_said_of_recall_holds_for_every_seed():
     assert all(seed[4096, False] > 0.99 for seed, ok in zip(by["softmax-nope"], without, strict=True) if ok)
     apart = [seed[1024, False] for seed in by["softmax-none-beside-lssar-all"] if seed[64, False] > 0.99]
     assert "Two of three seeds learned the task, and find {:.2f} and {:.2f} at 16x among".format(*apart) in TEXT
+    half = {label: accuracies(group) for label, group in recalls("recall-layouts-rates/5e-4").items()}
+    one, both = (
+        sorted(seed[1024, False] for seed in half[label])
+        for label in ("softmax-none-beside-lssar-all", "lssar-all-beside-none")
+    )
+    assert f"At 5e-4 all three did, and find {one[0]:.2f} to {one[-1]:.2f}." in TEXT
+    assert f"With LSSAR in both heads the three seeds find {both[0]:.2f} to {both[-1]:.2f} there." in TEXT
 
 
 def test_what_is_said_of_recall_at_other_rates_holds_for_every_seed():
@@ -147,11 +154,12 @@ def test_what_is_said_of_recall_at_other_rates_holds_for_every_seed():
         label: {rate: [seed[4096, True] for seed in seeds] for rate, seeds in rates.items()}
         for label, rates in by.items()
     }
-    short = [label for label in by if label not in ("softmax", "lssar")]
-    assert (len(by), len(short)) == (10, 8)
+    short = [label for label in by if label.endswith(("-short-rope", "-nope"))]
+    assert by.keys() == recalls("recall-layouts").keys() - {"window"}
+    assert (len(by), len(short)) == (16, 11)
     half = {label: rates["5e-4"] for label, rates in by.items()}
     assert all(len(seeds) == 3 and seed[64, False] > 0.99 for seeds in half.values() for seed in seeds)
-    assert "**At 5e-4 each of ten rows learned the task with each seed. LSSA learned it at no other rate.**" in TEXT
+    assert "**At 5e-4 each of sixteen rows learned the task with each seed. LSSA learned it at no other rate.**" in TEXT
     assert all(seed[1024, False] > 0.99 for label in short for seed in half[label])
     tried = {"lssa-short-rope", "lssar-3-short-rope", "softmax-short-rope"}
     assert {label for label, rates in by.items() if "2e-3" in rates} == tried
@@ -173,24 +181,29 @@ def test_what_is_said_of_recall_at_other_rates_holds_for_every_seed():
     said = "LSSA finds {} to {} % of the keys, softmax {} to {} %, each at the best of three learning rates."
     assert said.format(*shares) in TEXT
 
-    for label, more in {
-        f"{name}-short-rope": name == "lssar" for name in ("softmax", "ssmax", "laser", "lssar")
-    }.items():
-        assert all((a > b) == more for a, b in zip(pairs[label]["5e-4"], pairs[label]["1e-3"], strict=True)), label
-    lost = {label for label in short if min(seed[4096, False] for seed in half[label]) < 0.999}
+    fewer = {f"{name}-short-rope" for name in ("softmax", "ssmax", "laser")}
+    more = {f"lssar{power}-short-rope" for power in ("", "-7", "-15")} | {"lssar-nope"}
+    for label in fewer | more:
+        both = zip(pairs[label]["5e-4"], pairs[label]["1e-3"], strict=True)
+        assert all((a > b) == (label in more) for a, b in both), label
+    lost = {label for label in short if min(seed[4096, False] for seed in half[label]) < 0.995}
     assert lost == {"lssar-3-short-rope"}
-    low = sorted(pairs["lssar-3-short-rope"]["5e-4"])
-    assert f"and it finds {low[0]:.2f} to {low[-1]:.2f} among 64 times as many pairs." in TEXT
+    low, seven, fifteen, most = (sorted(pairs[f"lssar{power}-short-rope"]["5e-4"]) for power in ("-3", "-7", "-15", ""))
+    said = f"LSSAR finds {low[0]:.2f} to {low[-1]:.2f} with p = 3, {seven[0]:.3f} to {seven[-1]:.3f} with p = 7,"
+    assert f"{said} {fifteen[0]:.3f} with p = 15 and {most[0]:.3f} to {most[-1]:.3f} with p = 31." in TEXT
+    assert f"{fifteen[0]:.3f}" == f"{fifteen[-1]:.3f}"
+    assert max(low + seven + fifteen + most) < min(ours)
+    filler, many = (sorted(seed[at] for seed in half["lssar-half-rope"]) for at in ((1024, False), (4096, True)))
+    text = f"it finds {filler[0]:.2f} to {filler[-1]:.2f} at 16x among filler, and {many[0]:.2f} to {many[-1]:.2f}"
+    assert f"{text} among 64 times as many pairs." in TEXT
 
     readme, evidence = of_pages("README.md", "docs/evidence.md")
     edges = f"{100 * best[0]:.0f} to {100 * best[-1]:.0f} %"
-    others = "cosine softmax, SSMax, LASER, LSSA and LSSAR (p of 15 or 31) over 98 %, each at its best rate"
+    others = "cosine softmax, SSMax, LASER, LSSA and LSSAR (p of 7 or more) over 98 %, each at its best rate"
     assert f"Among 64 times as many pairs softmax recalled {edges}; {others}" in readme
-    once = {label: {"1e-3": [seed[4096, True] for seed in seeds]} for label, seeds in
-            ((label, accuracies(group)) for label, group in recalls("recall-layouts").items())}  # fmt: skip
     high = {
-        name: max(min(shares) for shares in pairs.get(f"{name}-short-rope", once[f"{name}-short-rope"]).values())
-        for name in ("cosine", "ssmax", "laser", "lssa", "lssar-15", "lssar")
+        name: max(min(shares) for shares in pairs[f"{name}-short-rope"].values())
+        for name in ("cosine", "ssmax", "laser", "lssa", "lssar-7", "lssar-15", "lssar")
     }
     assert min(high.values()) > 0.98
     assert f"softmax finds {edges[:-2].replace(' to', ' to')} %, LSSA and cosine softmax over 99.5 %" in evidence
