@@ -412,7 +412,7 @@ def sizes() -> str:
                 *leads,
             ]
         )
-    model = "parameters", "sequence", "steps", "init std", "rate", "seeds"
+    model = "parameters", "sequence", "steps", "init std", "learning rate", "seeds"
     softmax, layout = (
         ("Softmax, 1x", "Softmax with a window, 16x"),
         ("all-softmax layout, 1x", "all-softmax layout, 16x"),
