@@ -74,7 +74,11 @@ def backward(call: Call, grad: Tensor, bias_grad: bool) -> dict[str, Tensor]:
     query, bias = call.query, call.bias
     arguments, _temporaries = pack_params(call)
     grads = {name: _empty(*x.shape, dtype=x.dtype) for name, x in zip(("query", "key", "value"), call[:3], strict=True)}
-    grad_bias = _empty(*bias.shape).zero_() if bias is not None and bias_grad else None
+    grad_bias = None
+    if bias is not None and bias_grad:
+        # What is broadcast over rows or keys gets sums of so many terms that float32 would lose them
+        summed = 1 in bias.shape[2:]
+        grad_bias = _empty(*bias.shape, dtype=torch.float64 if summed else torch.float32).zero_()
     by_row = {name: _empty(*query.shape[:3]) for name in ("head_scale", "power") if getattr(call, name) is not None}
     arrays = TENSOR_VIEW.pack(*tensor_view(grad)), TENSOR_VIEW.pack(*broadcastable_view(grad_bias))
     _run("softfocus_backward", arguments, *arrays, *grads.values(), by_row.get("head_scale"), by_row.get("power"))

@@ -31,6 +31,8 @@
 // enters dS_j as p X_j phi'(s_j) / (phi(s_j) - threshold), and all dS of the row through mean(g).
 #pragma once
 
+#include <numeric>
+
 #include "output.h"
 
 namespace softfocus {
@@ -38,7 +40,8 @@ namespace softfocus {
 struct GradientTensors {
   TensorView grad_out;                       // [B, H, Lq, Dv]
   void *grad_query, *grad_key, *grad_value;  // contiguous, of the query's dtype
-  // float32, written through const_cast (add_bias_gradient()); data is null if it is not wanted
+  // float64 if it is broadcast over rows or keys, else float32; written through const_cast
+  // (add_bias_gradient()); data is null if it is not wanted
   TensorView grad_bias;
   // [B, H, Lq], for the caller to sum over B and Lq; or null
   float *grad_head_scale, *grad_power;
@@ -62,6 +65,7 @@ class RowGradients {
         grad_scores(BLOCK_Q * TILE_STRIDE),
         key_scratch(BLOCK_K * block.padded_dim),
         grad_shifted_exp_values(params.laser && !params.reweighted ? BLOCK_K * block.padded_value_dim : 0),
+        listed_grad_values(params.reweighted ? BLOCK_K * block.padded_value_dim : 0),
         grad_weights_data(block.max_rows * block.max_row_stride, /*huge_pages=*/!params.reweighted),
         list_keys(params.reweighted ? block.max_rows * block.max_row_stride : 0, /*huge_pages=*/false),
         list_u(params.reweighted ? block.max_rows * block.max_row_stride : 0, /*huge_pages=*/false),
@@ -104,6 +108,9 @@ class RowGradients {
   // With LASER and without re-weighting: dL/d(e^(V - M)) of a tile, [BLOCK_K, padded_value_dim],
   // and e^(V - M) of a tile, [BLOCK_K / PANEL, Dv, PANEL]
   Buffer<float> grad_shifted_exp_values, shifted_exp_panels;
+  // With re-weighting: dV of a tile and this block's rows, [BLOCK_K, padded_value_dim]. So a sum over
+  // many rows is one of blocks, not of single rows, whose float roundings would add up.
+  Buffer<float> listed_grad_values;
   // dL/dA: without re-weighting an element for each score (grad_weights_row()), with re-weighting
   // one for each live key (grad_weights_of_lists())
   Buffer<float> grad_weights_data;
@@ -201,12 +208,12 @@ class RowGradients {
   void finish_listed_row(int64_t r, const PowerSums& sum, bool with_log);
   float u_at(int64_t r, int64_t j) const;
   void add_exact_terms(int64_t r, double& delta_i, double& exact_over_u);
-  // listed_grad_scores() computes dL/ds and also adds dV, in scatter_grad_phi().
+  // listed_grad_scores() computes dL/ds and also adds the dV of n keys, in scatter_grad_phi().
   template <bool DROPOUT>
-  void listed_grad_scores(int64_t start_k, RowView v, float* grad_values);
+  void listed_grad_scores(int64_t start_k, int64_t n, RowView v, float* grad_values);
   vfloat dropout_factor(vfloat u) const;
   template <bool DROPOUT>
-  void scatter_grad_phi(int64_t r, int64_t start_k, RowView v, float* grad_values);
+  void scatter_grad_phi(int64_t r, int64_t start_k, RowView v);
   void multiply_by_derivative(int64_t r, int64_t start_k);
 
   // Computes A and dL/ds of a tile, and from them the gradients.
@@ -222,8 +229,8 @@ class RowGradients {
     float *tile_grad_keys = grad_keys + first_key * block.padded_dim,
           *tile_grad_values = grad_values + first_key * block.padded_value_dim;
     if (params.reweighted)
-      params.drop_below ? listed_grad_scores</*DROPOUT=*/true>(start_k, shifted_exp_values, tile_grad_values)
-                        : listed_grad_scores</*DROPOUT=*/false>(start_k, shifted_exp_values, tile_grad_values);
+      params.drop_below ? listed_grad_scores</*DROPOUT=*/true>(start_k, n, shifted_exp_values, tile_grad_values)
+                        : listed_grad_scores</*DROPOUT=*/false>(start_k, n, shifted_exp_values, tile_grad_values);
     else
       for (int64_t r = 0; r < block.padded_rows(); ++r) dense_grad_scores(r, start_k);
     if (grads.grad_bias.data) add_bias_gradient(start_k, n, grads.grad_bias);
@@ -298,12 +305,24 @@ class RowGradients {
       product<1>(width / W, depth, a, /*a_row_stride=*/1, TILE_STRIDE, b, width, c, width, add);
   }
 
-  // Adds dS of the n keys of a tile to grad_bias, whose strides are 0 where it is broadcast.
+  // Adds dS of the n keys of a tile to grad_bias, whose strides are 0 where it is broadcast. Where it
+  // is broadcast over rows or keys, an element is a sum of so many terms that it is kept in double.
   void add_bias_gradient(int64_t start_k, int64_t n, const TensorView& grad_bias) {
+    if (grad_bias.stride[2] && grad_bias.stride[3])
+      add_bias_gradient_as<float>(start_k, n, grad_bias);
+    else
+      add_bias_gradient_as<double>(start_k, n, grad_bias);
+  }
+
+  template <typename T>
+  void add_bias_gradient_as(int64_t start_k, int64_t n, const TensorView& grad_bias) {
     for (int64_t r = 0; r < block.n_rows; ++r) {
-      float* row = const_cast<float*>(row_pointer(grad_bias, block.batch_index, block.query_head, block.start_q + r));
-      for (int64_t t = 0; t < n; ++t)
-        row[(block.key_begin + start_k + t) * grad_bias.stride[3]] += grad_scores[r * TILE_STRIDE + t];
+      T* row = const_cast<T*>(row_pointer<T>(grad_bias, block.batch_index, block.query_head, block.start_q + r));
+      const float* ds = grad_scores + r * TILE_STRIDE;
+      if (grad_bias.stride[3])
+        for (int64_t t = 0; t < n; ++t) row[(block.key_begin + start_k + t) * grad_bias.stride[3]] += ds[t];
+      else
+        row[0] += std::accumulate(ds, ds + n, T{0});
     }
   }
 

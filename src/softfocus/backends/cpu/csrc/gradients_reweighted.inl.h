@@ -125,12 +125,15 @@ inline void RowGradients<Phi>::add_exact_terms(int64_t r, double& delta_i, doubl
 // the store buffer (store forwarding fails).
 template <typename Phi>
 template <bool DROPOUT>
-inline void RowGradients<Phi>::listed_grad_scores(int64_t start_k, RowView v, float* grad_values) {
+inline void RowGradients<Phi>::listed_grad_scores(int64_t start_k, int64_t n, RowView v, float* grad_values) {
+  std::fill(listed_grad_values + 0, listed_grad_values + n * block.padded_value_dim, 0.0f);
   for (int64_t first_row = 0; first_row < block.padded_rows(); first_row += LISTS) {
     int64_t stop_row = std::min(first_row + LISTS, block.padded_rows());
-    for (int64_t r = first_row; r < stop_row; ++r) scatter_grad_phi<DROPOUT>(r, start_k, v, grad_values);
+    for (int64_t r = first_row; r < stop_row; ++r) scatter_grad_phi<DROPOUT>(r, start_k, v);
     for (int64_t r = first_row; r < stop_row; ++r) multiply_by_derivative(r, start_k);
   }
+  for (int64_t i = 0; i < n * block.padded_value_dim; i += W)
+    store(grad_values + i, load(grad_values + i) + load(listed_grad_values + i));
 }
 
 // The dropout factor of a weight, by the sign of its u
@@ -140,13 +143,12 @@ inline vfloat RowGradients<Phi>::dropout_factor(vfloat u) const {
 }
 
 // Writes the live keys' part of dL/dphi of a row, g * inverse_spread, to grad_scores; 0 elsewhere.
-// Adds A G to grad_values, with LASER times v.
+// Adds A G to listed_grad_values, with LASER times v.
 template <typename Phi>
 template <bool DROPOUT>
-inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowView v, float* grad_values) {
+inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowView v) {
   float* to = grad_scores + r * TILE_STRIDE;
   std::fill(to, to + BLOCK_K, 0.0f);
-  if (block.has_next_tile(start_k)) prefetch_next_tile(grad_values, block.padded_value_dim, r, block.padded_value_dim);
   if (block.fully_masked[r] || strip_keys[r / MR].empty()) return;
   int64_t start = list_start[list_index(r, start_k)], n = list_length[list_index(r, start_k)],
           width = block.padded_value_dim;
@@ -169,9 +171,9 @@ inline void RowGradients<Phi>::scatter_grad_phi(int64_t r, int64_t start_k, RowV
   });
   for (int64_t e = 0; e < n; ++e) to[keys[e]] = grad_phi[e];
   if (block.params.laser)
-    scatter_add</*LASER=*/true>(incoming_grad + r * width, width, n, keys, a, v, grad_values);
+    scatter_add</*LASER=*/true>(incoming_grad + r * width, width, n, keys, a, v, listed_grad_values);
   else
-    scatter_add</*LASER=*/false>(incoming_grad + r * width, width, n, keys, a, v, grad_values);
+    scatter_add</*LASER=*/false>(incoming_grad + r * width, width, n, keys, a, v, listed_grad_values);
 }
 
 // Turns g * inverse_spread of a row into dL/ds: adds minus_mean_grad, multiplies by phi'(s), adds

@@ -13,10 +13,11 @@ inline vfloat from_bfloat16(vhalf x) { return floats((vint)(__builtin_convertvec
 
 inline vfloat from_float16(vhalf x) {
   vuint u = __builtin_convertvector(x, vuint), magnitude = u & 0x7fff;
-  // The exponent biases differ by 112. Subnormal float16 numbers are converted exactly, unless the
-  // processor flushes subnormal numbers (torch.set_flush_denormal). 0x7c00 is infinity; above it
-  // are NaNs.
-  vuint y = (vuint)(floats((vint)(magnitude << 13)) * 0x1p112f);
+  // The exponent biases differ by 112. Below 0x400 are subnormal float16 numbers, multiples of
+  // 2^-24, which is the ulp of 0.5: no step takes a subnormal float, which the processor may flush
+  // to 0 (torch.set_flush_denormal). 0x7c00 is infinity; above it are NaNs.
+  vuint subnormal = (vuint)(floats((vint)(magnitude + 0x3f000000u)) - 0.5f);
+  vuint y = magnitude < 0x400 ? subnormal : (magnitude << 13) + (112u << 23);
   y |= magnitude >= 0x7c00 ? (vuint)splat(0x7f800000) : vuint{};
   return floats((vint)(y | (u & 0x8000) << 16));
 }
