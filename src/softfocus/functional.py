@@ -114,7 +114,8 @@ def attention(
         dropout_p: probability with which a weight is dropped (the others grow by 1 / (1 - p)), as a
             multiple of 2^-16; 0 when not training. Which weights are dropped follows from a seed
             drawn from torch's CPU generator, on every backend and device alike
-            (:mod:`softfocus.dropout`). LASER refuses it.
+            (:mod:`softfocus.dropout`). In code that inductor compiles, the seed is inductor's own
+            random number. LASER refuses it.
         is_causal: a query sees no later key. Aligned **bottom-right**: the last query is at the
             last key, as a KV cache needs. SDPA's own ``is_causal`` is aligned top-left; the two
             agree where Lq = Lk.

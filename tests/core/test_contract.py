@@ -136,6 +136,15 @@ def test_numbers_in_c_are_places_in_the_declaration():
         assert [IN_C[name.strip()] for name in names.split(",")] == list(values), enum
 
 
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("keys", [0, 1, 3, 4, 9])
+def test_a_case_pads_a_quarter(keys, padding):
+    real = Case("padded", padding=padding, key_length=keys).arguments(Mechanism(), torch.float32)["key_mask"]
+    quarter = keys // 4
+    padded = [True] * (keys - quarter) if padding == "right" else [False] * quarter + [True] * (keys - quarter)
+    assert real.tolist() == [[True] * keys, (padded + [False] * quarter)[:keys]]
+
+
 def test_the_cpu_backend_numbers_what_it_declares():
     for field, numbers in cpu_call._ENUM_VALUES.items():
         values = getattr(cpu.SUPPORTED, field)

@@ -326,6 +326,38 @@ def test_a_bias_of_any_shape(holds, threads, bias, number):
             holds(cpu, case, mechanism, torch.float32)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2048), (1, 1, 2048, 1)], ids=str)
+def test_a_bias_that_sums_millions_of_equal_terms(shape):
+    """8 M scores of zero: phi is 1 / (1 + L), its derivative L / (1 + L)^2. Their float32 running
+    sum would lose a tenth.
+    """
+    length = 2048
+    query, value = torch.zeros(1, 2, length, 8), torch.ones(1, 2, length, 8)
+    bias = torch.zeros(shape, requires_grad=True)
+    out = cpu(query, query, value, mechanism="sigmoid_log_l", bias=bias)
+    (grad,) = torch.autograd.grad(out, bias, torch.ones_like(out))
+    each = 8 * length / (1 + length) ** 2 * 2 * length**2 / bias.numel()  # 8: grad_out times the value
+    ulps = 4  # of a term: an exponential, a quotient, a product
+    torch.testing.assert_close(grad.double(), torch.full(shape, each, dtype=torch.float64), rtol=ulps * 2**-23, atol=0)
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "softmax_p3", "laser(sharpened(softmax, 3))"])
+def test_a_value_that_many_queries_see(mechanism):
+    """Terms of one sign: the roundings of a running sum of all rows would add up."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 1, n, 8, generator=generator) for n in (100_000, 4, 4))
+    grad_out = torch.rand(1, 1, 100_000, 8, generator=generator)
+
+    def grad_value(dtype, backend):
+        leaf = value.to(dtype).requires_grad_()
+        out = softfocus.attention(query.to(dtype), key.to(dtype), leaf, mechanism=mechanism, backend=backend)
+        return torch.autograd.grad(out, leaf, grad_out.to(dtype))[0].double()
+
+    exact = grad_value(torch.float64, "reference")
+    ours, eager = ((grad_value(torch.float32, name) - exact).abs().max() for name in ("cpu", "reference"))
+    assert ours <= 2 * eager + 4 * 2**-23 * exact.abs().max()  # as softfocus.testing has it
+
+
 @pytest.mark.parametrize("number", [1, 3])
 @everywhere([Case("learned", head_scale=True, power=True, heads=6, key_heads=2, query_length=130, key_length=140)])
 def test_learned_scales_and_powers(holds, threads, cases, mechanism, dtype, number):
@@ -630,6 +662,22 @@ def test_results_are_rounded_to_the_nearest_as_torch_rounds(dtype, keys, queries
         between = (one.double() * (keys - some) + other.double() * some) / keys
         out = cpu(query, key, value, mechanism="softmax")
         assert torch.equal(out, between.float().to(dtype).expand_as(out)), some
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_small_float16_numbers_are_read_where_the_processor_flushes(queries):
+    """Numbers below 2^-14 are subnormal in float16, and normal in float32."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 1, 40, 16, generator=generator).mul(2e-5).half() for _ in range(3)]
+    inputs[0] = inputs[0][:, :, :queries]
+    plain = cpu(*inputs, mechanism="cosine_log_n")
+    try:
+        assert torch.set_flush_denormal(True), "this processor cannot"
+        flushed = cpu(*inputs, mechanism="cosine_log_n")
+    finally:
+        torch.set_flush_denormal(False)
+    assert plain.abs().max() > 1e-5
+    assert torch.equal(flushed, plain)
 
 
 def test_what_float16_cannot_hold_is_infinite():

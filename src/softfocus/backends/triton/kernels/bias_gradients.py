@@ -32,7 +32,14 @@ def bias_gradients(
     # Both block indices share the grid's first dimension, since CUDA limits the others to 65535
     bias_q_block, bias_k_block = tl.program_id(0) // key_blocks, tl.program_id(0) % key_blocks
     q_range, k_range = tl.arange(0, tiling.BLOCK_Q), tl.arange(0, tiling.BLOCK_K)
-    total = tl.zeros([tiling.BLOCK_Q, tiling.BLOCK_K], tl.float32)
+    # Broadcast over rows or keys, an element is a sum of so many terms that it is kept in double:
+    # by row, to be summed at the end with ALL_ROWS; by key with ALL_ROWS alone
+    if ALL_KEYS:
+        total = tl.zeros([tiling.BLOCK_Q], tl.float64)
+    elif ALL_ROWS:
+        total = tl.zeros([tiling.BLOCK_K], tl.float64)
+    else:
+        total = tl.zeros([tiling.BLOCK_Q, tiling.BLOCK_K], tl.float32)
     bias_b, bias_h = tl.program_id(1) // heads, tl.program_id(1) % heads
     first_b, stop_b = bias_b, bias_b + 1
     # x * 0 is 0 as a tensor, so that the loops' bounds have one type in all cases
@@ -107,7 +114,7 @@ def bias_gradients(
                             s, grad_weights, weighting.expanded(row, KEY_AXIS=1), inputs, algebra, h
                         )
                     # row.grad_factor is divided by the score unit; dL/d(bias) is not
-                    total += tl.where(
+                    grad_scores = tl.where(
                         visible & active[:, None],
                         (grad_phi - mean_grad[:, None])
                         * derivative
@@ -115,19 +122,25 @@ def bias_gradients(
                         * algebra.phi.score_unit,
                         0.0,
                     )
+                    if ALL_KEYS:
+                        total += tl.sum(grad_scores, 1).to(tl.float64)
+                    elif ALL_ROWS:
+                        total += tl.sum(grad_scores, 0).to(tl.float64)
+                    else:
+                        total += grad_scores
     q_offsets = bias_q_block * tiling.BLOCK_Q + q_range
     k_offsets = bias_k_block * tiling.BLOCK_K + k_range
     matrix_pointer = loading.head_pointer(grad_bias, bias_b, bias_h)
     if not (ALL_ROWS or ALL_KEYS):
         q_offsets = q_offsets.to(tl.int64)  # the bias of one head may have more than 2^31 elements
     if ALL_ROWS and ALL_KEYS:
-        backward_rows.store_or_add(matrix_pointer, tl.sum(tl.sum(total, 1), 0), True, EXACT)
+        backward_rows.store_or_add(matrix_pointer, tl.sum(total, 0).to(tl.float32), True, EXACT)
     elif ALL_ROWS:
         pointers = matrix_pointer + k_offsets * grad_bias.stride_d
-        backward_rows.store_or_add(pointers, tl.sum(total, 0), k_offsets < inputs.key_length, EXACT)
+        backward_rows.store_or_add(pointers, total.to(tl.float32), k_offsets < inputs.key_length, EXACT)
     elif ALL_KEYS:
         pointers = matrix_pointer + q_offsets * grad_bias.stride_l
-        backward_rows.store_or_add(pointers, tl.sum(total, 1), q_offsets < inputs.query_length, EXACT)
+        backward_rows.store_or_add(pointers, total.to(tl.float32), q_offsets < inputs.query_length, EXACT)
     else:
         mask = (q_offsets[:, None] < inputs.query_length) & (k_offsets[None, :] < inputs.key_length)
         pointers = matrix_pointer + q_offsets[:, None] * grad_bias.stride_l + k_offsets[None, :] * grad_bias.stride_d
