@@ -2,9 +2,21 @@
 Whisper: models that scale the query themselves.
 """
 
+import math
+
 import pytest
 import torch
-from transformers import DynamicCache, EsmConfig, EsmModel, OPTConfig, OPTForCausalLM, WhisperConfig, WhisperModel
+from transformers import (
+    DynamicCache,
+    EsmConfig,
+    EsmModel,
+    OPTConfig,
+    OPTForCausalLM,
+    TimesFmConfig,
+    TimesFmModel,
+    WhisperConfig,
+    WhisperModel,
+)
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 from transformers.models.mllama.modeling_mllama import MllamaForCausalLM
 
@@ -97,7 +109,18 @@ def esm():
     return EsmModel(config, add_pooling_layer=False), {"input_ids": text(1, 7) % 30 + 2}
 
 
-@pytest.mark.parametrize(("made", "calls"), [(opt, 1), (whisper, 3), (esm, 1)])
+def timesfm():
+    """Its factor of the query is learned, for each dimension."""
+    sizes = {"patch_length": 4, "context_length": 16, "horizon_length": 8, "num_hidden_layers": 1, "head_dim": 8}
+    config = TimesFmConfig(hidden_size=32, num_attention_heads=4, intermediate_size=32, **sizes)
+    series = torch.randn(2, 16)
+    return TimesFmModel(config), {
+        "past_values": series, "past_values_padding": torch.zeros(2, 16, dtype=torch.long),
+        "freq": torch.zeros(2, 1, dtype=torch.long),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("made", "calls"), [(opt, 1), (whisper, 3), (esm, 1), (timesfm, 1)])
 def test_a_cosine_keeps_its_own_scale_where_the_model_scales_the_query(made, calls):
     """The model's factor of the query is not seen by a cosine."""
     model, inputs = made()
@@ -107,3 +130,13 @@ def test_a_cosine_keeps_its_own_scale_where_the_model_scales_the_query(made, cal
         model(**inputs)
     assert len(scales) == calls
     assert all(scale is None or scale == pytest.approx(8**-0.5) for scale in scales)
+
+
+def test_a_factor_of_the_query_is_taken_back_by_another_scale():
+    """TimesFM's holds 1/sqrt(d)."""
+    model, inputs = timesfm()
+    model = softfocus.hf.use(model.eval(), Mechanism(similarity="dot", scale="log(d)"))
+    scales = []
+    with softfocus.hf.watch(lambda call: scales.append(call.arguments["scale"])), torch.no_grad():
+        model(**inputs)
+    assert scales == [pytest.approx(math.log(8) * 8**0.5)]

@@ -1,10 +1,22 @@
 """Families of models whose own attention needs care: what a user would see of it."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from transformers import BeamConfig, BeamForCausalLM, DogeConfig, DogeForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BeamConfig,
+    BeamForCausalLM,
+    DogeConfig,
+    DogeForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    JetMoeConfig,
+    JetMoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import softfocus.hf
 
@@ -73,6 +85,41 @@ def test_a_share_of_rope_in_a_layer_without_it_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="got no position_embeddings"):
         model(torch.randint(1, 61, (2, 9)))
+
+
+def test_a_share_of_proportional_rope_is_one_of_the_pairs_that_turn() -> None:
+    """Gemma 4 turns a quarter of the pairs of its global layers; its tables hold all of them."""
+    torch.manual_seed(0)
+    types = ["sliding_attention", "full_attention"]
+    sizes = {"head_dim": 32, "global_head_dim": 32, "layer_types": types, "hidden_size_per_layer_input": 0}
+    config = Gemma4TextConfig(**{**SIZES, **sizes})
+    assert config.rope_parameters["full_attention"]["partial_rotary_factor"] == 0.25
+    ids = torch.randint(1, 61, (1, 9))
+    plain = Gemma4ForCausalLM(config).eval()
+
+    def turned(rope: float) -> tuple[torch.Tensor, list[bool]]:
+        model = softfocus.hf.use(copy.deepcopy(plain), {"1": {"mechanism": "softmax", "rope": rope}, "*": "softmax"})
+        queries: list[torch.Tensor] = []
+        with softfocus.hf.watch(lambda call: queries.append(call.query)), torch.no_grad():
+            logits = model(ids, use_cache=False).logits
+        return logits, queries[1]
+
+    (_, none), (whole, every), (half, some) = turned(0), turned(1), turned(0.5)
+    pairs = [((query - none).abs().amax((0, 1, 2)) > 1e-6).view(2, 16).any(0).tolist() for query in (every, some)]
+    assert pairs == [[True] * 4 + [False] * 12, [True] * 2 + [False] * 14]
+    assert not torch.allclose(half, whole)
+
+
+@pytest.mark.parametrize("group", [{"rope": 0}, {"rope_base": 100.0}])
+def test_rope_by_head_is_refused_where_heads_of_a_key_are_far_apart(group: Any) -> None:
+    """JetMoe's query head i has key head i modulo 2."""
+    sizes = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "pad_token_id")}
+    heads = {"num_key_value_heads": 2, "num_experts_per_tok": 2, "num_local_experts": 2, "kv_channels": 8}
+    config = JetMoeConfig(**sizes, **heads, num_hidden_layers=1, bos_token_id=1, eos_token_id=2)
+    with pytest.raises(ValueError, match="JetMoeAttention has query heads of one key far apart"):
+        softfocus.hf.use(JetMoeForCausalLM(config), {"*": [{"mechanism": "softmax", "heads": 2, **group}, "softmax"]})
+    alike = softfocus.hf.use(JetMoeForCausalLM(config), {"*": {"mechanism": "softmax", **group}})
+    assert alike(torch.randint(3, 61, (1, 9))).logits.isfinite().all()
 
 
 def test_explain_says_that_laser_refuses_dropout() -> None:

@@ -198,6 +198,20 @@ def test_a_static_cache_filled_in_chunks(build, tokens, in_double):
     assert torch.equal(model.generate(ids, cache_implementation="static", prefill_chunk_size=4, **how), want)
 
 
+def test_a_draft_of_the_first_layers_changes_no_text(build, tokens):
+    model, ids = build("t6", num_hidden_layers=3), tokens(1, LENGTH)
+    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    plain = model.generate(ids, **how)
+    assert torch.equal(model.generate(ids, assistant_early_exit=1, **how), plain)
+    assert torch.equal(model.generate(ids, **how), plain)
+
+
+@pytest.mark.parametrize("mechanism", [None, "lssar"])
+def test_continuous_batching_is_refused(build, mechanism):
+    with pytest.raises(ValueError, match="T6 caches factors of its keys and values"):
+        build("t6", mechanism).generate_batch([[5, 6, 7]])
+
+
 def test_initial_weights():
     """Appendix G: uniform within sqrt(6 / (in + out)). What writes into the residual stream starts
     as zeros.

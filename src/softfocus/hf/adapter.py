@@ -156,10 +156,11 @@ _SCALED = re.compile("Esm|EvollaSaProt")
 
 def _scale(module: nn.Module, mechanism: Mechanism, scaling: float | None, head_dim: int) -> float | None:
     """The factor of the scores: the model's in place of 1/sqrt(d), None for the mechanism's own."""
-    # OPT, Whisper and others multiply the query (or query and key) by 1/sqrt(d) themselves. Cosines
-    # do not see that
+    # OPT, Whisper and others multiply the query (or query and key) by 1/sqrt(d) themselves, TimesFM
+    # by a learned factor, too. Cosines do not see that
     own = getattr(module, "scaling", None)
-    applied = scaling == 1.0 and ((isinstance(own, float) and own != 1.0) or bool(_SCALED.match(type(module).__name__)))
+    factor = isinstance(own, Tensor) or (isinstance(own, float) and own != 1.0)
+    applied = scaling == 1.0 and (factor or bool(_SCALED.match(type(module).__name__)))
     if mechanism.scale == "1/sqrt(d)":
         return None if applied and mechanism.similarity == "cosine" else scaling
     if applied and mechanism.similarity == "dot":

@@ -13,6 +13,7 @@ all bases, one after another in the batch's dimension, and the hook picks each g
 
 import copy
 import inspect
+import re
 import sys
 import threading
 from functools import wraps
@@ -27,6 +28,8 @@ from softfocus.layout import Heads, Layer
 
 _TABLES = "position_embeddings"
 _FUNCTION = "apply_rotary_pos_emb"
+_TILED = re.compile(r"key_states\.repeat\(")
+"""How JetMoe gives query head i key head i modulo Hk. Elsewhere heads of one key are neighbours."""
 _OTHERS = "_softfocus_bases"
 """The rotary embeddings of a layout's other bases, inside the model's own."""
 _OF_THREADS = "_softfocus_tables"
@@ -72,6 +75,8 @@ def install(module: nn.Module, layer: Layer) -> None:
         together = "so all heads of a layer need the same share and base"
         if hasattr(module, "qk_rope_head_dim"):  # MLA, as in DeepSeek-V2 and V3
             raise ValueError(f"rope: the heads of {kind} share the rotary part of a key, {together}")
+        if _TILED.search(inspect.getsource(type(module).forward)):
+            raise ValueError(f"rope, rope_base: {kind} has query heads of one key far apart, {together}")
         if not hasattr(function, "_softfocus") and not _takes_two(function):
             raise ValueError(f"rope: {kind} turns queries and keys apart, {together}")
         _wrap_function(modeling)
@@ -196,8 +201,8 @@ def _share(module: nn.Module, group: Heads, by_base: dict[float | None, tuple[Te
 
 
 def _kept(module: nn.Module, share: float, cos: Tensor) -> Tensor:
-    """Which rotary dimensions stay turned, bool [rotary dimensions]: those of the highest
-    frequencies, which come first.
+    """Which rotary dimensions stay turned, bool [rotary dimensions]: a share of those that turn,
+    those of the highest frequencies, which come first.
     """
     size = cos.shape[-1]
     if share in (0.0, 1.0):
@@ -206,7 +211,19 @@ def _kept(module: nn.Module, share: float, cos: Tensor) -> Tensor:
     places = torch.arange(size, device=cos.device)
     # A table of which only the first half is read holds one entry for each frequency there
     frequency = places // 2 if form.neighbours and not form.half else places % (size // 2)
-    return frequency < round(share * size / 2)
+    return frequency < round(share * _turning_pairs(module, size // 2))
+
+
+def _turning_pairs(module: nn.Module, pairs: int) -> int:
+    """How many pairs of the tables turn. Proportional RoPE (Gemma 4's global layers) has tables of
+    whole heads, whose last pairs have a frequency of 0.
+    """
+    parameters = getattr(module.config, "rope_parameters", None) or {}
+    # Some architectures hold one table for each layer type, and None for layers without RoPE
+    parameters = parameters.get(getattr(module, "layer_type", None), parameters) or {}
+    if parameters.get("rope_type") != "proportional":
+        return pairs
+    return int(parameters.get("partial_rotary_factor", 1.0) * 2 * pairs // 2)  # as Transformers rounds
 
 
 def _form(module: nn.Module, modeling: Any) -> _Form:

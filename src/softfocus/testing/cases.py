@@ -92,7 +92,8 @@ class Case:
         if self.padding:
             real = torch.ones(self.batch, self.key_length, dtype=torch.bool)
             quarter = self.key_length // 4
-            real[self.batch // 2 :, slice(0, quarter) if self.padding == "left" else slice(self.key_length - quarter, None)] = False
+            padded = slice(0, quarter) if self.padding == "left" else slice(self.key_length - quarter, None)
+            real[self.batch // 2 :, padded] = False
             arguments["key_mask"] = real.to(device)
         if self.documents:
             number = torch.arange(self.key_length) * self.documents // self.key_length

@@ -1,7 +1,7 @@
 """T6 as modules: the factors and their attention, the decoder, the causal language model."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -225,7 +225,7 @@ class T6Model(T6PreTrainedModel):
             cache=cache,
         )
         tables = self.rotary_emb(hidden_states, position_ids=position_ids)
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer, while assistant_early_exit drafts
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=tables,
@@ -286,6 +286,12 @@ class T6ForCausalLM(T6PreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             cache=outputs.cache,
         )
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse what `generate_batch()` and the server call. Its pages hold keys and values of all
+        heads, not factors, and an error in a forward would end in the log of its thread.
+        """
+        raise ValueError("continuous batching: T6 caches factors of its keys and values; call generate()")
 
     def _get_static_cache_init_shape(self) -> None:
         """None: Transformers must not guess from heads and head_dim how large the keys of a static
