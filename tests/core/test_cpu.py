@@ -341,11 +341,16 @@ def test_a_bias_that_sums_millions_of_equal_terms(shape):
     torch.testing.assert_close(grad.double(), torch.full(shape, each, dtype=torch.float64), rtol=ulps * 2**-23, atol=0)
 
 
-@pytest.mark.parametrize("mechanism", ["softmax", "softmax_p3", "laser(sharpened(softmax, 3))"])
-def test_a_value_that_many_queries_see(mechanism):
-    """Terms of one sign: the roundings of a running sum of all rows would add up."""
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("mechanism", ["softmax", "softmax_p3", "laser", "laser(sharpened(softmax, 3))"])
+def test_a_value_that_many_queries_see(mechanism, large):
+    """Terms of one sign: the roundings of a running sum of all rows would add up. With a large
+    value of no weight LASER's sums are exact ones.
+    """
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 1, n, 8, generator=generator) for n in (100_000, 4, 4))
+    if large:
+        query, key[:, :, 3], value[:, :, 3] = query.abs() + 1, -200, 150
     grad_out = torch.rand(1, 1, 100_000, 8, generator=generator)
 
     def grad_value(dtype, backend):

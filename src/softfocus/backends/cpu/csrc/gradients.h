@@ -124,6 +124,8 @@ class RowGradients {
   static_assert(BLOCK_K <= std::numeric_limits<uint8_t>::max());
   // [BLOCK_Q, row_stride], the exact terms X_j by offset j; only rows with has_exact are set
   Buffer<float> exact_terms;
+  // [max_row_stride, padded_value_dim], dV of the exact sums of this block by offset j
+  Buffer<float> exact_grad_values;
   bool has_exact[BLOCK_Q];            // rows with at least one exact sum
   double exact_term_log_u[BLOCK_Q];   // of these rows: sum_j X_j log u_j
   KeyRange strip_keys[BLOCK_Q / MR];  // the keys that each strip sees in the tile at hand
