@@ -88,6 +88,14 @@ class Call(NamedTuple):
     dropout: Dropout = Dropout()
     cache: Cache | None = None
 
+    @property
+    def sums_bias(self) -> bool:
+        """Whether the bias is broadcast. Elements of its gradient are then sums of many scores'
+        gradients.
+        """
+        scores = self.query.shape[:3].numel() * self.key.size(2)
+        return self.bias is not None and self.bias.numel() < scores
+
     def of_sequence(self, b: int, length: int) -> "Call":
         """The call for sequence ``b`` of a cache, which has ``length`` keys. Its keys and values
         are views, or copies of its pages.

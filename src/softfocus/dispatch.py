@@ -3,6 +3,8 @@
 import os
 from dataclasses import dataclass
 
+import torch
+
 from softfocus import reference
 from softfocus.backends import checked, cpu, tiled, triton
 from softfocus.contract import Backend, Call
@@ -58,9 +60,10 @@ def why_unsupported(name: str, call: Call, to_run: bool = False) -> str | None:
 
 def _refusal(name: str, call: Call) -> str | None:
     """Why the comparison with the tiled backend has refused a backend that supports the call; None
-    if it has not.
+    if it has not. A graph that is traced holds the operator, which asks when it runs.
     """
-    return None if name != "triton" or _trusted() else checked.refusal(call)
+    asked = name == "triton" and not _trusted() and not torch.compiler.is_compiling()
+    return checked.refusal(call) if asked else None
 
 
 @dataclass(frozen=True)

@@ -266,7 +266,7 @@ def validated_call(
     if key_mask is not None:
         validation.check_key_mask(key_mask, key)
     if document_ids is not None:
-        validation.check_document_ids(document_ids, query, key)
+        document_ids = validation.document_ids_of(document_ids, query, key)
     validation.check_learned(head_scale, power, query, algebra)
     d = query.size(-1)
     scale = default_scale(algebra, d) if scale is None else validation.scale_of(scale, algebra, d)

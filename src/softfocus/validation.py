@@ -222,8 +222,8 @@ def _holds_integers(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-def check_document_ids(document_ids: Tensor, query: Tensor, key: Tensor) -> None:
-    """integer [B, Lk], with no more queries than keys."""
+def document_ids_of(document_ids: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """integer [B, Lk], with no more queries than keys; in a dtype that torch can compare."""
     check_keys("document_ids", document_ids, key)
     if not _holds_integers(document_ids):
         raise TypeError(f"document_ids: got dtype {document_ids.dtype}, expected integers")
@@ -232,6 +232,7 @@ def check_document_ids(document_ids: Tensor, query: Tensor, key: Tensor) -> None
             f"document_ids: got {query.size(2)} queries for {key.size(2)} keys; the queries are taken to be the last "
             "keys, of which there must be enough"
         )
+    return document_ids.long() if document_ids.dtype in (torch.uint16, torch.uint32, torch.uint64) else document_ids
 
 
 def check_per_head(name: str, x: Tensor, query: Tensor) -> None:

@@ -19,7 +19,9 @@ from softfocus.functional import validated_call
 from softfocus.testing import CASES
 
 pytest.importorskip("triton", reason="Triton is not installed")
+from softfocus.backends.triton import call as triton_call
 from softfocus.backends.triton import inputs, variants
+from softfocus.backends.triton.call import splits_of
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -59,7 +61,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(
         checked,
         "triton",
-        SimpleNamespace(**kernels, runner=triton.runner),
+        SimpleNamespace(**kernels, runner=triton.runner, splits_keys=triton.splits_keys),
     )
     return spy
 
@@ -243,6 +245,47 @@ def test_calls_of_one_kind_run_the_same_kernels():
         kinds.setdefault(checked._kind(call), set()).add(repr(launched))
     assert all(len(kernels) == 1 for kernels in kinds.values())
     assert len(kinds) > 15
+
+
+@pytest.fixture
+def split_keys(monkeypatch):
+    """Keys of few queries are split among programs, as on a GPU that runs 264 at a time."""
+    monkeypatch.setattr(triton_call, "_programs", lambda device: 264)
+
+
+def test_a_kind_says_whether_the_keys_are_split(split_keys):
+    """And for how many rows the kernels are compiled."""
+
+    def kind(queries, keys, batch=1, heads=1, dtype=None):
+        query = torch.ones(1, heads, queries, 8, device=DEVICE).expand(batch, -1, -1, -1)
+        key = torch.ones(1, 1, keys, 8, device=DEVICE).expand(batch, -1, -1, -1)
+        ids = None if dtype is None else torch.zeros(batch, keys, dtype=dtype, device=DEVICE)
+        call = validated_call(query, key, key, mechanism="lssa", enable_gqa=True, document_ids=ids)
+        return checked._kind(call), splits_of(call) > 1
+
+    few, many = kind(1, 16), kind(1, 4096)
+    assert (few[1], many[1]) == (False, True)
+    assert few[0] != many[0]
+    assert kind(1, 4096) == kind(1, 2048)
+    assert kind(1, 4096, batch=200)[0] != many[0], "as many programs as the device runs, unsplit"
+    assert len({kind(queries, 4096)[0] for queries in (1, 2, 3, 5, 9, 17, 33)}) == 7
+    assert kind(3, 4096) == kind(4, 4096)
+    assert kind(4, 4096)[0] == kind(1, 4096, heads=4)[0]
+    assert kind(1, 4096, dtype=torch.int32)[0] != kind(1, 4096, dtype=torch.int64)[0]
+
+
+def test_a_part_takes_the_kernels_of_its_call(split_keys, monkeypatch):
+    """The call has as many sequences as the device runs programs, its part has fewer."""
+    monkeypatch.setattr(checked, "MAX_KEY_ELEMENTS", 256 * 16)
+    query = torch.randn(300, 1, 1, 16, device=DEVICE)
+    key = torch.randn(300, 1, 256, 16, device=DEVICE)
+    call = validated_call(query, key, key, mechanism="lssa")
+    part = checked._part_of(call)
+    assert (splits_of(call) > 1, splits_of(part) > 1) == (False, True)
+    seen = []
+    monkeypatch.setattr(triton, "forward", lambda call, split=True: seen.append(split) or tiled.forward(call))
+    checked._fails("forward", call)
+    assert seen == [False]
 
 
 @pytest.mark.long

@@ -208,6 +208,23 @@ def test_the_rows_that_see_the_most_set_the_size_of_all_tiles(window):
     assert max(sizes) <= tiles.TILE_ELEMENTS
 
 
+@pytest.mark.parametrize("name", ["head_scale", "bias"])
+def test_sums_over_many_tiles_are_kept_in_double(name):
+    """Terms of one sign: each sum is one of 3,000 tiles."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.rand(1, 1, n, 8, generator=generator) for n in (200_000, 4, 4))
+    shape = {"head_scale": (1,), "bias": (1, 1, 1, 1)}[name]
+
+    def gradient(dtype, backend):
+        leaf = torch.ones(shape, dtype=dtype, requires_grad=True)
+        inputs = [x.to(dtype) for x in (query, key, value)]
+        out = softfocus.attention(*inputs, mechanism="sigmoid_log_l", backend=backend, **{name: leaf})
+        return torch.autograd.grad(out.sum(), leaf)[0].double()
+
+    exact = gradient(torch.float64, "reference")
+    torch.testing.assert_close(gradient(torch.float32, "tiled"), exact, rtol=4 * 2**-23, atol=0)
+
+
 def test_long_rows_make_thin_tiles(monkeypatch):
     monkeypatch.setattr(tiles, "MAX_TILE_ELEMENTS", 8 * 256)
     query, key, value = (torch.randn(1, 2, 256, 4) for _ in range(3))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from softfocus import attention
 from softfocus import visibility as module
+from softfocus.functional import validated_call
 from softfocus.visibility import Visibility, document_ids_from_lengths
 
 CPU = torch.device("cpu")
@@ -186,6 +187,17 @@ def test_a_tile_far_inside_the_window_needs_no_mask():
     assert v.block(50, 60, 0, 50, CPU) is None
     assert v.block(50, 60, 0, 51, CPU) is None  # row 50 sees key 50
     assert v.block(50, 60, 0, 52, CPU) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_unsigned_document_ids(dtype):
+    """torch compares uint8; backends get the others as int64."""
+    ids, x = torch.tensor([[0, 0, 0, 1, 1, 255]]), torch.randn(1, 2, 6, 8)
+    given = validated_call(x, x, x, document_ids=ids.to(dtype)).visibility.document_ids
+    assert given.dtype == (torch.uint8 if dtype == torch.uint8 else torch.int64)
+    assert given.tolist() == ids.tolist()
+    want, got = (attention(x, x, x, mechanism="lssa", document_ids=one) for one in (ids, ids.to(dtype)))
+    assert torch.equal(got, want)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)

@@ -3,10 +3,10 @@
 ``backend="auto"`` runs the kernels through this module, because they are compiled on the user's
 machine for shapes that no test has run, and a wrong kernel must not silently give wrong numbers. A
 part of the call is compared with the tiled backend in float64. Kinds that disagree or do not
-compile run on the tiled backend from then on, after one warning. A kind is all that chooses the
+compile run on the tiled backend from then on, after one warning. A kind is what chooses the
 compiled kernels: the mechanism, the dtype, the sizes of a head, the sides of the window, the
 optional arguments, the device and so on (``_kind``). The numbers in the tensors do not belong to
-it, nor do lengths, except in decoding.
+it, nor do lengths, but for what they decide with few queries: whether the keys are split.
 
 ``SOFTFOCUS_TRITON=trusted`` omits the check.
 """
@@ -164,7 +164,7 @@ def _run_kernels(run: Callable[[], Result]) -> Result:
 def _compare_forward(call: Call) -> Iterator[Comparison]:
     part = _part_of(call)
     tiled_same_dtype, tiled_float64 = (tiled.forward(some_call)[0] for some_call in (part, _in_double(part)))
-    got = _run_kernels(lambda: triton.forward(part)[0])
+    got = _run_kernels(lambda: triton.forward(part, triton.splits_keys(call))[0])
     yield Comparison(got, tiled_same_dtype, tiled_float64, size=_largest(tiled_float64))
 
 
@@ -188,7 +188,8 @@ def _compare_backward(call: Call) -> Iterator[Comparison]:
     tiled_same_dtype = tiled.backward(part, grad, bias_grad)
     tiled_float64 = tiled.backward(_in_double(part), grad.double(), bias_grad)
     sizes = _sizes_of_sums(part, grad)
-    got = _run_kernels(lambda: triton.backward(part, grad, bias_grad, *triton.forward(part)))
+    split = triton.splits_keys(call)
+    got = _run_kernels(lambda: triton.backward(part, grad, bias_grad, *triton.forward(part, split)))
     for name, right in tiled_float64.items():
         yield Comparison(got[name], tiled_same_dtype[name], right, size=max(_largest(right), sizes.get(name, 0.0)))
 
@@ -330,21 +331,23 @@ def _sequence(b: int, call: Call) -> Call:
 
 
 def _kind(call: Call) -> Hashable:
-    """Everything that decides which kernels run, except tiles and sizes that kernels read at run
-    time.
+    """What decides which kernels run, except tiles and sizes that kernels read at run time.
 
-    With few queries the keys may be split among programs. That depends on the numbers of keys and
-    heads.
+    With few queries the keys may be split among programs, by kernels that are compiled for the
+    number of rows, rounded up to a power of two.
     """
     query, key, visibility = call.query, call.key, call.visibility
-    few = query.size(1) // max(key.size(1), 1) * query.size(2) <= FEW_ROWS
-    split_sizes = few and (key.size(2).bit_length(), (key.size(0) * key.size(1)).bit_length())
+    rows = query.size(1) // max(key.size(1), 1) * query.size(2)
+    split = ((rows - 1).bit_length(),) if rows <= FEW_ROWS and triton.splits_keys(call) else ()
+    layouts = tuple(x.stride(-1) == 1 for x in (query, key, call.value))
+    documents = visibility.document_ids
+    pages = call.cache and (key.size(2) if call.cache.page_table is not None else 0)
     bias = None if call.bias is None else (call.bias.dtype, *(size == 1 for size in call.bias.shape))
     return (
-        query.device, query.dtype, query.size(-1), call.value.size(-1), compiled_as(call.mechanism), split_sizes,
+        query.device, query.dtype, query.size(-1), call.value.size(-1), compiled_as(call.mechanism), split, layouts,
         bias, variant(call), optional_arguments(pack(call)),
         visibility.left != UNLIMITED, visibility.right != UNLIMITED,
-        bool(call.dropout.p), call.cache and call.cache.page_table is None,
+        bool(call.dropout.p), pages, documents is not None and documents.dtype,
     )  # fmt: skip
 
 

@@ -26,19 +26,21 @@ Where rows are longer, it has fewer of them, down to one. It limits memory. Chos
 
 def zero_gradients(call: Call, bias_grad: bool) -> dict[str, Tensor]:
     """Zeros for each gradient; for the bias only if its gradient is needed. Sums over tiles are in
-    the compute dtype.
+    float64 where the device has it, but for a bias that is not broadcast: in the compute dtype.
 
     The names are listed here and not taken from ``contract.GRADIENTS``. A new gradient that this
     backend does not compute is then missing, which ``ops.py`` reports as an error. With a name from
     there it would silently be zero.
     """
     dtype = compute_dtype(call.query.dtype)
-    summed = ("head_scale", "power", *(["bias"] if bias_grad else []))
-    tensors = {name: getattr(call, name) for name in ("query", "key", "value", *summed)}
+    double = dtype if call.query.device.type == "mps" else torch.float64
+    dtypes = {"query": call.query.dtype, "key": call.key.dtype, "value": call.value.dtype}
+    dtypes |= {"head_scale": double, "power": double}
+    if bias_grad:
+        dtypes["bias"] = double if call.sums_bias else dtype
+    tensors = {name: getattr(call, name) for name in dtypes}
     return {
-        name: torch.zeros(x.shape, dtype=dtype if name in summed else x.dtype, device=x.device)
-        for name, x in tensors.items()
-        if x is not None
+        name: torch.zeros(x.shape, dtype=dtypes[name], device=x.device) for name, x in tensors.items() if x is not None
     }
 
 

@@ -79,15 +79,24 @@ def refuses(call: Call, to_run: bool) -> str | None:
     return f"{widest} dimensions a head are more than {MAX_HEAD_DIM}" if widest > MAX_HEAD_DIM else None
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
+def forward(call: Call, split: bool = True) -> tuple[Tensor, Tensor]:
     """out [B, H, Lq, Dv] and ``saved``, the saved vectors [n, B, H, Lq] with
     n = ``saved_vector_count(call)``.
-    The kernels read a cache in place.
+    The kernels read a cache in place. ``split``: whether the keys of few queries may be split among
+    programs, which takes other kernels.
     """
     from softfocus.backends.triton.call import Launcher
 
     with _current(call.query):
-        return Launcher(call).forward()
+        return Launcher(call).forward(split)
+
+
+def splits_keys(call: Call) -> bool:
+    """Whether the keys of a head are split among programs."""
+    from softfocus.backends.triton.call import splits_of
+
+    with _current(call.query):
+        return splits_of(call) > 1
 
 
 def runner(call: Call) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

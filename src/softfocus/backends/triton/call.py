@@ -116,7 +116,7 @@ class Launcher:
         outputs = self._outputs(out, saved, exact_heads)
         if not query.shape[:3].numel():
             return out, saved
-        inputs, splits = self.inputs, self._splits() if split else 1
+        inputs, splits = self.inputs, splits_of(self.call) if split else 1
         if splits > 1:
             tile = self._with_shape("decode", lambda tile: self._decode(outputs, tile, splits))
         else:
@@ -145,7 +145,7 @@ class Launcher:
 
     def backward(self, grad: Tensor, bias_grad: bool, out: Tensor, saved: Tensor) -> dict[str, Tensor]:
         """The gradients by name, from what :meth:`forward` returned."""
-        if self.algebra.reweighted and self._splits() > 1:
+        if self.algebra.reweighted and splits_of(self.call) > 1:
             # Decoding sums products in another order and drops the least weights
             # (``decode._negligible``). The last bits of its scores differ, and large powers
             # multiply the difference. Forward and backward must compute equal weights
@@ -214,10 +214,6 @@ class Launcher:
         grads |= {name: x.sum((0, 2)) for name, x in grads_by_row.items()}
         return {name: x.to(getattr(call, name).dtype) for name, x in grads.items()}
 
-    def _first_shape(self, kernel: str) -> tuning.TileShape:
-        """The tile shape of a kernel where nothing is measured."""
-        return tuning.INTERPRETED if knobs.runtime.interpret else tuning.candidates(kernel, self.call)[0]
-
     def _with_shape(self, kernel: str, run: Callable[[tuning.TileShape], None]) -> tuning.TileShape:
         """Run with the fastest tile shape, or a smaller one that fits. Return the shape taken."""
         return tuning.where_it_fits(self._fastest(kernel, run), run)
@@ -229,7 +225,7 @@ class Launcher:
             or self.call.cache
             or not (self.call.query.numel() and self.call.key.numel())
         ):
-            return self._first_shape(kernel)
+            return tuning.first_shape(kernel, self.call)
         key, candidates = tuning.measurement_key(kernel, self.call), tuning.candidates(kernel, self.call)
         return tuning.fastest(key, self.call.query.device, candidates, run)
 
@@ -347,14 +343,6 @@ class Launcher:
             )  # fmt: skip
         return masks._replace(counts=array(counts)), states
 
-    def _splits(self) -> int:
-        """The number of splits of the keys; 0 or 1 means that the keys are not split."""
-        query, key = self.call.query, self.call.key
-        if self.inputs.group * query.size(2) > FEW_ROWS or not key.numel() or self.call.dropout.p:
-            return 1  # the decoding kernels do not support dropout, which is for training
-        tiles = ceil_div(self.inputs.key_length, self._first_shape("decode").keys)
-        return min(_programs(query.device) // (self.inputs.batch * key.size(1)), tiles // TILES_PER_SPLIT)
-
     def _decode(self, outputs: Outputs, tile: tuning.TileShape, splits: int) -> None:
         query, plan = self.call.query, self._launch_plan(tile)
         all_key_heads, row_count = self.inputs.batch * self.call.key.size(1), self.inputs.group * query.size(2)
@@ -377,6 +365,15 @@ class Launcher:
             self._launch(decode.weights, variant_key, grid, *score_arguments, tiling_of_weights, **options)
         sums = *shared, splits, outputs, rows_constant, tiling_of_statistics  # combine uses only its BLOCK_DV
         self._launch(decode.combine, variant_key, (1, all_key_heads), *sums, **options)
+
+
+def splits_of(call: Call) -> int:
+    """The number of splits of the keys; 0 or 1 means that the keys are not split."""
+    query, key = call.query, call.key
+    if not key.numel() or query.size(1) // key.size(1) * query.size(2) > FEW_ROWS or call.dropout.p:
+        return 1  # the decoding kernels do not support dropout, which is for training
+    tiles = ceil_div(call.visibility.key_length, tuning.first_shape("decode", call).keys)
+    return min(_programs(query.device) // (query.size(0) * key.size(1)), tiles // TILES_PER_SPLIT)
 
 
 def _layout(call: Call) -> Hashable:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton import knobs
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.errors import OutOfResources, PTXASError
@@ -175,6 +176,11 @@ def candidates(kernel: str, call: Call) -> tuple[TileShape, ...]:
     if laser and not reweighted:
         names = ["LASER", *names]
     return next(table[kernel, name] for name in names if (kernel, name) in table)
+
+
+def first_shape(kernel: str, call: Call) -> TileShape:
+    """The tile shape of a kernel where nothing is measured."""
+    return INTERPRETED if knobs.runtime.interpret else candidates(kernel, call)[0]
 
 
 def measurement_key(kernel: str, call: Call) -> tuple[Hashable, ...]:

@@ -40,8 +40,8 @@ namespace softfocus {
 struct GradientTensors {
   TensorView grad_out;                       // [B, H, Lq, Dv]
   void *grad_query, *grad_key, *grad_value;  // contiguous, of the query's dtype
-  // float64 if it is broadcast over rows or keys, else float32; written through const_cast
-  // (add_bias_gradient()); data is null if it is not wanted
+  // float64 if it is broadcast, else float32; written through const_cast (add_bias_gradient());
+  // data is null if it is not wanted
   TensorView grad_bias;
   // [B, H, Lq], for the caller to sum over B and Lq; or null
   float *grad_head_scale, *grad_power;
@@ -307,13 +307,18 @@ class RowGradients {
       product<1>(width / W, depth, a, /*a_row_stride=*/1, TILE_STRIDE, b, width, c, width, add);
   }
 
-  // Adds dS of the n keys of a tile to grad_bias, whose strides are 0 where it is broadcast. Where it
-  // is broadcast over rows or keys, an element is a sum of so many terms that it is kept in double.
+  // Adds dS of the n keys of a tile to grad_bias, whose strides are 0 along dimensions of size 1. If
+  // it is broadcast an element is a sum of so many terms that it is kept in double
+  // (Call.sums_bias).
   void add_bias_gradient(int64_t start_k, int64_t n, const TensorView& grad_bias) {
-    if (grad_bias.stride[2] && grad_bias.stride[3])
-      add_bias_gradient_as<float>(start_k, n, grad_bias);
-    else
+    const Params& params = block.params;
+    int64_t sizes[] = {params.batch, params.heads, params.query_length, params.key_length};
+    bool broadcast = false;
+    for (int i = 0; i < 4; ++i) broadcast |= !grad_bias.stride[i] && sizes[i] > 1;
+    if (broadcast)
       add_bias_gradient_as<double>(start_k, n, grad_bias);
+    else
+      add_bias_gradient_as<float>(start_k, n, grad_bias);
   }
 
   template <typename T>

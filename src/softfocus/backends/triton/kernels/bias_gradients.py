@@ -6,6 +6,7 @@ import triton.language as tl
 from softfocus.backends.triton.kernels import (
     backward_rows,
     dropout,
+    forward,
     laser,
     loading,
     masking,
@@ -33,7 +34,9 @@ def bias_gradients(
     bias_q_block, bias_k_block = tl.program_id(0) // key_blocks, tl.program_id(0) % key_blocks
     q_range, k_range = tl.arange(0, tiling.BLOCK_Q), tl.arange(0, tiling.BLOCK_K)
     # Broadcast over rows or keys, an element is a sum of so many terms that it is kept in double:
-    # by row, to be summed at the end with ALL_ROWS; by key with ALL_ROWS alone
+    # by row, to be summed at the end with ALL_ROWS; by key with ALL_ROWS alone. Over sequences or
+    # heads it has a compensated sum
+    error = tl.zeros([tiling.BLOCK_Q, tiling.BLOCK_K], tl.float32)
     if ALL_KEYS:
         total = tl.zeros([tiling.BLOCK_Q], tl.float64)
     elif ALL_ROWS:
@@ -126,6 +129,8 @@ def bias_gradients(
                         total += tl.sum(grad_scores, 1).to(tl.float64)
                     elif ALL_ROWS:
                         total += tl.sum(grad_scores, 0).to(tl.float64)
+                    elif ALL_BATCH or ALL_HEADS:
+                        total, error = forward.two_sum(total, error, grad_scores)
                     else:
                         total += grad_scores
     q_offsets = bias_q_block * tiling.BLOCK_Q + q_range
@@ -144,4 +149,4 @@ def bias_gradients(
     else:
         mask = (q_offsets[:, None] < inputs.query_length) & (k_offsets[None, :] < inputs.key_length)
         pointers = matrix_pointer + q_offsets[:, None] * grad_bias.stride_l + k_offsets[None, :] * grad_bias.stride_d
-        backward_rows.store_or_add(pointers, total, mask, EXACT)
+        backward_rows.store_or_add(pointers, forward.compensated(total, error), mask, EXACT)
