@@ -328,8 +328,8 @@ def test_a_bias_of_any_shape(holds, threads, bias, number):
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2048), (1, 1, 2048, 1)], ids=str)
 def test_a_bias_that_sums_millions_of_equal_terms(shape):
-    """8 M scores of zero: phi is 1 / (1 + L), its derivative L / (1 + L)^2. Their float32 running
-    sum would lose a tenth.
+    """8 M scores of zero: phi is 1 / (1 + L), its derivative L / (1 + L)^2. With one
+    element their float32 running sum would lose a tenth.
     """
     length = 2048
     query, value = torch.zeros(1, 2, length, 8), torch.ones(1, 2, length, 8)

@@ -617,6 +617,22 @@ def test_an_infinite_key_makes_rows_nan_whatever_the_sign_of_the_scale(quiet, sc
     assert fused(query, key, value[:, :, :40], scale=scale).isnan().all()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 1, 3), (1, 1, 3, 1), (1, 1, 3, 3)], ids=str)
+def test_a_bias_of_a_large_and_many_small_terms(shape):
+    """A float32 running sum would lose all gradients but those of the first sequence."""
+    sequences, small = 28, 1.25
+    query, value = torch.zeros(sequences, 1, 3, 4, device=DEVICE), torch.ones(sequences, 1, 3, 4, device=DEVICE)
+    bias = torch.zeros(shape, device=DEVICE, requires_grad=True)
+    grad_out = torch.full((sequences, 1, 3, 4), small, device=DEVICE)
+    grad_out[0] = 2.0**25
+    out = fused(query, query, value, mechanism="sigmoid_log_l", bias=bias)
+    (grad,) = torch.autograd.grad(out, bias, grad_out)
+    each = 4 * 3 / 4**2 * (2.0**25 + (sequences - 1) * small)
+    exact = torch.full_like(grad, each * 9 / bias.numel(), dtype=torch.float64)
+    torch.testing.assert_close(grad.double(), exact, rtol=2**-21, atol=0)  # of the large term alone: 2^-22
+
+
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("name", ["softmax", "lssar"])
 def test_a_bias_that_log2_e_would_make_infinite(quiet, monkeypatch, name, split):

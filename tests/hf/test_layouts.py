@@ -700,6 +700,7 @@ def test_sinks_of_a_model_that_two_threads_run(build, tokens):
     model.model.layers[0].self_attn.q_proj.register_forward_hook(run_another)
     assert torch.equal(logits(model, ids), want)
     assert started
+    assert not any(vars(layer.self_attn)["_softfocus_tables"] for layer in model.model.layers), "none is kept"
 
 
 def test_unknown_rotations_are_refused(tokens):

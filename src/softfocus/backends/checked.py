@@ -6,7 +6,8 @@ part of the call is compared with the tiled backend in float64. Kinds that disag
 compile run on the tiled backend from then on, after one warning. A kind is what chooses the
 compiled kernels: the mechanism, the dtype, the sizes of a head, the sides of the window, the
 optional arguments, the device and so on (``_kind``). The numbers in the tensors do not belong to
-it, nor do lengths, but for what they decide with few queries: whether the keys are split.
+it, nor do lengths and alignment, with two exceptions: whether the keys of few queries are split and
+for how many rows, and the size of a page.
 
 ``SOFTFOCUS_TRITON=trusted`` omits the check.
 """

@@ -25,15 +25,16 @@ Where rows are longer, it has fewer of them, down to one. It limits memory. Chos
 
 
 def zero_gradients(call: Call, bias_grad: bool) -> dict[str, Tensor]:
-    """Zeros for each gradient; for the bias only if its gradient is needed. Sums over tiles are in
-    float64 where the device has it, but for a bias that is not broadcast: in the compute dtype.
+    """Zeros for each gradient; for the bias only if its gradient is needed. The sums for
+    head_scale, power and a broadcast bias are in float64 on devices that surely have it, the others
+    in the compute dtype.
 
     The names are listed here and not taken from ``contract.GRADIENTS``. A new gradient that this
     backend does not compute is then missing, which ``ops.py`` reports as an error. With a name from
     there it would silently be zero.
     """
     dtype = compute_dtype(call.query.dtype)
-    double = dtype if call.query.device.type == "mps" else torch.float64
+    double = torch.float64 if call.query.device.type in ("cpu", "cuda", "meta") else dtype
     dtypes = {"query": call.query.dtype, "key": call.key.dtype, "value": call.value.dtype}
     dtypes |= {"head_scale": double, "power": double}
     if bias_grad:

@@ -13,7 +13,6 @@ all bases, one after another in the batch's dimension, and the hook picks each g
 
 import copy
 import inspect
-import re
 import sys
 import threading
 from functools import wraps
@@ -28,8 +27,8 @@ from softfocus.layout import Heads, Layer
 
 _TABLES = "position_embeddings"
 _FUNCTION = "apply_rotary_pos_emb"
-_TILED = re.compile(r"key_states\.repeat\(")
-"""How JetMoe gives query head i key head i modulo Hk. Elsewhere heads of one key are neighbours."""
+_TILED = "JetMoe"
+"""Its query head i has key head i modulo Hk. In all others the heads of one key are neighbours."""
 _OTHERS = "_softfocus_bases"
 """The rotary embeddings of a layout's other bases, inside the model's own."""
 _OF_THREADS = "_softfocus_tables"
@@ -75,13 +74,15 @@ def install(module: nn.Module, layer: Layer) -> None:
         together = "so all heads of a layer need the same share and base"
         if hasattr(module, "qk_rope_head_dim"):  # MLA, as in DeepSeek-V2 and V3
             raise ValueError(f"rope: the heads of {kind} share the rotary part of a key, {together}")
-        if _TILED.search(inspect.getsource(type(module).forward)):
+        if kind.startswith(_TILED):
             raise ValueError(f"rope, rope_base: {kind} has query heads of one key far apart, {together}")
         if not hasattr(function, "_softfocus") and not _takes_two(function):
             raise ValueError(f"rope: {kind} turns queries and keys apart, {together}")
         _wrap_function(modeling)
     if _change_tables not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_change_tables, with_kwargs=True)
+    if any(group.sinks for group in layer) and _forget_tables not in module._forward_hooks.values():
+        module.register_forward_hook(_forget_tables, always_call=True)
 
 
 def _wrap_function(modeling: Any) -> None:
@@ -187,6 +188,10 @@ def _change_tables(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
     if sinks:
         module.__dict__.setdefault(_OF_THREADS, {})[_thread()] = tables
     return args, kwargs | {_TABLES: tables}
+
+
+def _forget_tables(module: nn.Module, args: Any, out: Any) -> None:
+    module.__dict__.get(_OF_THREADS, {}).pop(_thread(), None)
 
 
 def _thread() -> int:

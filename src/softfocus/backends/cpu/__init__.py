@@ -76,7 +76,7 @@ def backward(call: Call, grad: Tensor, bias_grad: bool) -> dict[str, Tensor]:
     grads = {name: _empty(*x.shape, dtype=x.dtype) for name, x in zip(("query", "key", "value"), call[:3], strict=True)}
     grad_bias = None
     if bias is not None and bias_grad:
-        # A running sum of millions of terms in float32 would lose half of them
+        # A running sum of millions of terms in float32 loses digits
         grad_bias = _empty(*bias.shape, dtype=torch.float64 if call.sums_bias else torch.float32).zero_()
     by_row = {name: _empty(*query.shape[:3]) for name in ("head_scale", "power") if getattr(call, name) is not None}
     arrays = TENSOR_VIEW.pack(*tensor_view(grad)), TENSOR_VIEW.pack(*broadcastable_view(grad_bias))

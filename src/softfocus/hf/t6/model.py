@@ -288,8 +288,9 @@ class T6ForCausalLM(T6PreTrainedModel, GenerationMixin):
         )
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse what `generate_batch()` and the server call. Its pages hold keys and values of all
-        heads, not factors, and an error in a forward would end in the log of its thread.
+        """Refuse continuous batching, which `generate_batch()` and the server start. Its pages hold
+        keys and values of all heads, not factors. An error in a forward would only reach the log of
+        its thread.
         """
         raise ValueError("continuous batching: T6 caches factors of its keys and values; call generate()")
 

@@ -108,8 +108,8 @@ class RowGradients {
   // With LASER and without re-weighting: dL/d(e^(V - M)) of a tile, [BLOCK_K, padded_value_dim],
   // and e^(V - M) of a tile, [BLOCK_K / PANEL, Dv, PANEL]
   Buffer<float> grad_shifted_exp_values, shifted_exp_panels;
-  // With re-weighting: dV of a tile and this block's rows, [BLOCK_K, padded_value_dim]. So a sum over
-  // many rows is one of blocks, not of single rows, whose float roundings would add up.
+  // With re-weighting: dV of a tile and this block's rows, [BLOCK_K, padded_value_dim]. So a sum
+  // over many rows is one of blocks, not of single rows, whose float roundings would add up.
   Buffer<float> listed_grad_values;
   // dL/dA: without re-weighting an element for each score (grad_weights_row()), with re-weighting
   // one for each live key (grad_weights_of_lists())
@@ -307,9 +307,9 @@ class RowGradients {
       product<1>(width / W, depth, a, /*a_row_stride=*/1, TILE_STRIDE, b, width, c, width, add);
   }
 
-  // Adds dS of the n keys of a tile to grad_bias, whose strides are 0 along dimensions of size 1. If
-  // it is broadcast an element is a sum of so many terms that it is kept in double
-  // (Call.sums_bias).
+  // Adds dS of the n keys of a tile to grad_bias, whose strides are 0 along dimensions of size 1.
+  // If it is broadcast an element is a sum of so many terms that it is kept in double. Python's
+  // Call.sums_bias has the same condition and makes the array.
   void add_bias_gradient(int64_t start_k, int64_t n, const TensorView& grad_bias) {
     const Params& params = block.params;
     int64_t sizes[] = {params.batch, params.heads, params.query_length, params.key_length};

@@ -8,8 +8,9 @@ namespace softfocus {
 
 // Computes the output again. An exact sum gives key j the share w_j = A_j e^(v_j - out). The
 // function adds dO w_j to grad_values, where it is dL/dv_j, block by block as in
-// listed_grad_scores(), and to exact_terms (X_j), and sets that element of incoming_grad to 0. For the other outputs it
-// turns incoming_grad from dO into G = dL/d(A e^(V - M)), which the matrix products use.
+// listed_grad_scores(), and to exact_terms (X_j), and sets that element of incoming_grad to 0. For
+// the other outputs it turns incoming_grad from dO into G = dL/d(A e^(V - M)), which the matrix
+// products use.
 template <typename Phi>
 inline void RowGradients<Phi>::laser_backward(float* grad_values) {
   const Params& params = block.params;
