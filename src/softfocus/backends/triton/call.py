@@ -372,8 +372,10 @@ def splits_of(call: Call) -> int:
     query, key = call.query, call.key
     if not key.numel() or query.size(1) // key.size(1) * query.size(2) > FEW_ROWS or call.dropout.p:
         return 1  # the decoding kernels do not support dropout, which is for training
+    if (programs := _programs(query.device) // (query.size(0) * key.size(1))) < 2:
+        return 1
     tiles = ceil_div(call.visibility.key_length, tuning.first_shape("decode", call).keys)
-    return min(_programs(query.device) // (query.size(0) * key.size(1)), tiles // TILES_PER_SPLIT)
+    return min(programs, tiles // TILES_PER_SPLIT)
 
 
 def _layout(call: Call) -> Hashable:
