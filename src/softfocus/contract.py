@@ -88,14 +88,6 @@ class Call(NamedTuple):
     dropout: Dropout = Dropout()
     cache: Cache | None = None
 
-    @property
-    def sums_bias(self) -> bool:
-        """Whether the bias is broadcast. Elements of its gradient are then sums of many scores'
-        gradients.
-        """
-        scores = self.query.shape[:3].numel() * self.key.size(2)
-        return self.bias is not None and self.bias.numel() < scores
-
     def of_sequence(self, b: int, length: int) -> "Call":
         """The call for sequence ``b`` of a cache, which has ``length`` keys. Its keys and values
         are views, or copies of its pages.
@@ -110,6 +102,14 @@ class Call(NamedTuple):
             visibility=Visibility(self.query.size(2), length, self.visibility.left, self.visibility.right),
             cache=None,
         )
+
+    @property
+    def sums_bias(self) -> bool:
+        """Whether the bias is broadcast. Elements of its gradient are then sums of many scores'
+        gradients.
+        """
+        scores = self.query.shape[:3].numel() * self.key.size(2)
+        return self.bias is not None and self.bias.numel() < scores
 
 
 # The fields of a call become arguments of an operator, and these become fields again. An example:

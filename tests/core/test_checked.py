@@ -135,6 +135,7 @@ def raises_no_alarm(case, name, dtype):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="softfocus")
         for backend in ("auto", "triton"):
+            torch.manual_seed(0)  # of dropout
             out = attention(**arguments, backend=backend)
             found.append([out, *torch.autograd.grad(out.sum(), leaves)])
     assert list(checked._verdicts.values()) == [None, None]

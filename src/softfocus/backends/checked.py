@@ -100,13 +100,13 @@ def refusal(call: Call) -> str | None:
     """Why the kernels are refused for this kind; None if they agreed or nothing has been compared
     yet.
     """
-    kind = _kind(call)
+    kind = _kind(call) if _verdicts else None  # a question imports no Triton before a call has
     return _verdicts.get(("forward", kind)) or _verdicts.get(("backward", kind))
 
 
 def agreement(call: Call) -> str:
     """Which directions of this kind have agreed, as text for ``explain()``."""
-    kind = _kind(call)
+    kind = _kind(call) if _verdicts else None
     directions = ("forward", "backward")
     agreed = [name for name in directions if _verdicts.get((name, kind), "not compared yet") is None]
     if not agreed:

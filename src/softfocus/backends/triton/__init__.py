@@ -1,10 +1,9 @@
 """Fused Triton kernels: two sweeps over the keys where rows are re-weighted, one otherwise, no
 atomics. Memory is O(L), and under a mask, key_mask or document_ids a few bytes per tile of scores.
 
-Triton is imported when a call runs, or when ``explain()`` asks about few queries on a GPU. The
-other checks that ``supports()`` and ``explain()`` need are in this module and in ``variants``. The
-same kernels run on the CPU in Triton's interpreter (``TRITON_INTERPRET=1`` before Triton is
-imported). The tests use it where there is no GPU.
+Triton is imported when a call runs, never before. The checks that ``supports()`` and ``explain()``
+need are in this module and in ``variants``. The same kernels run on the CPU in Triton's interpreter
+(``TRITON_INTERPRET=1`` before Triton is imported). The tests use it where there is no GPU.
 """
 
 import os
