@@ -29,7 +29,8 @@ DIFFERENT = "The models read different text, so a difference may be that of the 
 
 @pytest.mark.parametrize("path", COMPARED, ids=lambda path: path.parent.relative_to(RESULTS).as_posix())
 def test_every_committed_comparison_can_be_read(path):
-    if "finding" in json.loads(path.read_text()):
+    held = json.loads(path.read_text())
+    if "finding" in held and "recall" not in held["runs"][0]:
         report = read_as(Report, path)
         lengths = {one.train_length for one in report.evaluations}
         said = report.finding.sentence.removeprefix(DIFFERENT)

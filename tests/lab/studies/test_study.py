@@ -470,6 +470,43 @@ def test_recall_over_seeds_is_a_mean_with_its_standard_deviation(fabricate: Any,
     assert report.notes == ["Several seeds: ± is their standard deviation."]
 
 
+def test_recall_says_who_finds_more_and_whether_that_is_noise(fabricate: Any, tmp_path: Path) -> None:
+    """Rows with three seeds each, by learning rate: two that find all, one far below with every
+    seed, one whose seeds differ too much. At 64 tokens one run lacks a row.
+    """
+    shares = {1e-3: [1.0, 1.0, 1.0], 2e-3: [1.0, 1.0, 1.0], 3e-3: [0.2, 0.25, 0.3], 4e-3: [1.0, 0.1, 1.0]}
+    runs = []
+    for rate, row in shares.items():
+        for seed, share in enumerate(row):
+            one = recalled(fabricate, seed, (16, 8, 0.5), (32, 8, share), *([(64, 8, 0.5)] if rate < 4e-3 else []))
+            recipe = one.recipe.replace("[train]", f"[train]\nlearning_rate = {rate}")
+            info = one.info.model_copy(update={"name": f"rate-{rate}-s{seed}"})
+            runs.append(one.model_copy(update={"info": info, "recipe": recipe}))
+    screen = console()
+    report = compare_recall(written(tmp_path, *runs), tmp_path / "out", title="Four", console=screen)
+    assert report.finding is not None
+    near, far, *_means = report.finding.sentence.split(". ")
+    first, second, third, fourth = (group.label for group in grouped(report.runs))
+    assert near == f"At 1x (16 tokens) {first}, {second}, {third} and {fourth} find most, 0.500"
+    assert far == (
+        f"At 2x (32 tokens), more filler, {first} and {second} find most, 1.000; {third} finds 0.750 ± 0.029 fewer; "
+        f"inconclusive: {fourth} (-0.300 ± 0.300)"
+    )
+    assert [one.verdict for one in report.finding.differences[3:]] == ["inconclusive", "inconclusive", "fewer"]
+    assert all(one.paired_by_seed and one.training_noise for one in report.finding.differences)
+    assert " ".join(far.split()) in " ".join(said(screen).split())
+
+
+def test_recall_of_one_training_each_does_not_know_its_noise(fabricate: Any, tmp_path: Path) -> None:
+    runs = [recalled(fabricate, seed, (16, 8, share)) for seed, share in ((0, 1.0), (1, 0.5))]
+    other = runs[1].model_copy(update={"recipe": runs[1].recipe.replace("[train]", "[train]\nsteps = 1")})
+    report = compare_recall(written(tmp_path, runs[0], other), tmp_path / "out", title="Two", console=console())
+    assert report.finding is not None
+    assert report.finding.sentence.endswith("The noise of training is not known: that takes several seeds of each.")
+    (apart,) = report.finding.differences
+    assert (apart.difference, apart.training_noise) == (-0.5, False)
+
+
 def test_an_earlier_comparison_of_recall_stands_for_its_runs(fabricate: Any, tmp_path: Path) -> None:
     """Seeds that were compared earlier, and one that came later, are one row; the files are those
     of all folders.

@@ -12,10 +12,12 @@ from pydantic import Field
 from rich.console import Console
 
 from softfocus.lab.errors import LabError
+from softfocus.lab.evaluate.means import Mean, Runs
 from softfocus.lab.progress import say
 from softfocus.lab.report.curves import Line, Panel, Point, curve_table, save_curves
 from softfocus.lab.report.points import count_text, labels, of_seeds, without_seed
 from softfocus.lab.report.recall import BLIND
+from softfocus.lab.report.recall_finding import Asked, RecallFinding, recall_finding
 from softfocus.lab.report.results import (
     FIGURE,
     RESULTS,
@@ -54,6 +56,12 @@ class RecallGroup:
         seeds = [entry.info.seed for entry in self.entries]
         return self.label if len(seeds) == 1 else f"{self.label} ({count_text(seeds)})"
 
+    @property
+    def windows(self) -> list[int | None]:
+        """The windows that it was measured with, first None, as trained."""
+        found = {row.window for entry in self.entries for row in entry.recall.shown}
+        return sorted(found, key=lambda window: window or 0)
+
     def points(self, grown: bool, window: int | None = None) -> list[Point]:
         """The share of right answers by length: a mean and standard deviation over seeds; one run's
         standard error.
@@ -72,6 +80,16 @@ class RecallGroup:
             found.append(Point(length, fmean(values), spread, BLIND if all(row.blind for row in rows) else ""))
         return found
 
+    def shares(self, length: int, grown: bool, window: int | None = None) -> Runs:
+        """The share of right answers of each run at one length, with its error over sequences."""
+        place = length, grown, window
+        return [
+            (entry.info.seed, Mean(row.accuracy, row.standard_error, freedom=max(row.sequences - 1, 1)))
+            for entry in self.entries
+            for row in entry.recall.shown
+            if row.place == place
+        ]
+
 
 class RecallReport(Record):
     """Everything that the table and the figure show. results.json is this, and reads back equal."""
@@ -81,6 +99,7 @@ class RecallReport(Record):
     notes: list[str]
     runs: list[RecallEntry]
     diverged: list[RunInfo] = Field(default=[], description="trainings that diverged, so that they were not measured")
+    finding: RecallFinding | None = Field(default=None, description="None in results of earlier versions")
 
 
 def grouped(entries: Sequence[RecallEntry]) -> list[RecallGroup]:
@@ -140,7 +159,9 @@ def compare_recall(
             "the seeds of each model share no length", "measure all of them at the same lengths with `softfocus recall`"
         )
     notes = [*remarks, *lost_lines(lost), *_notes(groups)]
-    report = RecallReport(title=title, created=now(), notes=notes, runs=entries, diverged=lost)
+    report = RecallReport(
+        title=title, created=now(), notes=notes, runs=entries, diverged=lost, finding=_finding(groups)
+    )
     say_replaced(out / RESULTS, [*(entry.info for entry in entries), *lost], console)
     write_atomically(out / RESULTS, json_text(report))
     first, panels = entries[0].recall, []
@@ -152,6 +173,8 @@ def compare_recall(
             heading = f"Right answers, lengthened by {name}; chance is {first.rows[0].chance_text}"
             console.print(curve_table(heading, "", lines, heads))
             panels.append(Panel(f"sequence length (tokens), {name}", "share of right answers", lines, chance))
+    if report.finding and report.finding.sentence:
+        say(console, report.finding.sentence, wrap=True)
     for note in report.notes:
         say(console, f"Note: {note}", wrap=True)
     save_curves(panels, out / FIGURE, title="\n".join([title, *_errors(groups)]), train_length=first.train_length)
@@ -172,11 +195,31 @@ def _lines(groups: Sequence[RecallGroup], grown: bool) -> list[Line]:
     """One for each group and window in which all its runs share a length."""
     lines = []
     for group in groups:
-        windows = {row.window for entry in group.entries for row in entry.recall.shown}
-        for window in sorted(windows, key=lambda window: window or 0):
+        for window in group.windows:
             if points := group.points(grown, window):
-                lines.append(Line(group.title + (f", window {window}" if window else ""), points))
+                lines.append(Line(_windowed(group.title, window), points))
     return lines
+
+
+def _windowed(name: str, window: int | None) -> str:
+    return name + (f", window {window}" if window else "")
+
+
+def _finding(groups: Sequence[RecallGroup]) -> RecallFinding:
+    """At the training length, and at the longest length of either kind that all rows share."""
+    asked: list[Asked] = []
+    near = groups[0].entries[0].recall.train_length
+    for grown, kind in _PANELS:
+        rows = [(group, window, group.points(grown, window)) for group in groups for window in group.windows]
+        rows = [row for row in rows if row[2]]
+        shared = set.intersection(*({int(point.at) for point in points} for *_, points in rows)) if rows else set()
+        # At the training length the two kinds are the same sequences
+        chosen = sorted(shared & {near} if not asked else ()) + sorted(shared - {near})[-1:]
+        for length in chosen:
+            name = f"{length / near:g}x ({length:,} tokens)"
+            shares = {_windowed(group.label, window): group.shares(length, grown, window) for group, window, _ in rows}
+            asked.append(Asked(length, grown, name if length == near else f"{name}, {kind},", shares))
+    return recall_finding(asked)
 
 
 def _notes(groups: Sequence[RecallGroup]) -> list[str]:
