@@ -600,6 +600,19 @@ def test_the_ledger_counts(made: Any) -> None:
     assert "| exact | 1 | 0 | 0 |" in text
 
 
+def test_the_ledger_says_how_many_statements_hold_of_a_claim_that_fails(made: Any) -> None:
+    claim, found = (
+        statement(f'{LOWER}\n[[statements]]\nsays = "not"\nkind = "lower"\nrow = "b"\nthan = "a"'),
+        made(a=[[1.0]] * 3, b=[[2.0], [2.01], [1.99]]),
+    )
+    for number, kind in ((2, "fails"), (1, "holds")):
+        some = claim.model_copy(update={"statements": claim.statements[:number]})
+        lines = [(some, dict.fromkeys(SCALES, page.standing(some, "toy", found)))]
+        held = " (1 of 2 hold)" if number == 2 else ""
+        text = page.ledger(lines, {some.name: {"toy": found}})  # type: ignore[arg-type]
+        assert f"| {kind} \\*{held} | {kind} | {kind} |" in text, "made-up runs are of an earlier recipe"
+
+
 def test_the_ledger_says_how_many_claims_share_trainings(made: Any) -> None:
     """Of three claims two have the same softmax, under another name, and one of these two fails."""
     names = ("first", "second", "third")

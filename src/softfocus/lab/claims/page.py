@@ -171,7 +171,13 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[
     counts["exact"] = Counter(standings[SCALES[0]] for claim, standings in lines if claim.exact)
     table = []
     for claim, standings in lines:
-        cells = [standings[scale] + MARK * (scale in outdated[claim.name]) for scale in SCALES]
+        results = found.get(claim.name, {})
+        cells = [
+            standings[scale]
+            + MARK * (scale in outdated[claim.name])
+            + _held(claim, standings[scale], results.get(scale))
+            for scale in SCALES
+        ]
         if claim.exact:
             cells = [f"{standings[SCALES[0]]}: exact, by test"] * len(SCALES)
         table.append([f"[{claim.title}]({claim.name}.md)", claim.source, *cells])
@@ -180,6 +186,7 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[
         "statements hold, and fails if one of them fails. A statement about losses holds or fails where the difference "
         "is significant at the 5 % level by Student's t, and is inconclusive otherwise. Where it makes several "
         "comparisons, Holm's correction decides whether one of them fails. "
+        "Of a claim that does not hold, brackets say how many of its statements do. "
         f"With fewer than {SEEDS} seeds there is no verdict. "
         "A verdict at the scales `toy` and `small` is about models of that size, and not about the paper's. "
         "Noise alone decides up to one statement in twenty. Statements that share a row err together. "
@@ -210,6 +217,14 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[
         _wrapped(foot),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _held(claim: Claim, standing: Standing, results: Results | None) -> str:
+    """How many of several statements hold, where some do not."""
+    if standing not in ("fails", "inconclusive") or results is None or len(claim.statements) < 2:
+        return ""
+    judged = judge(claim, results)
+    return f" ({sum(one.verdict == 'holds' for one in judged)} of {len(judged)} hold)"
 
 
 _DEPENDENT = (
