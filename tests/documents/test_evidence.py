@@ -234,9 +234,9 @@ def test_what_is_said_of_recall_is_the_measured_one():
     )
     assert said.format(100 * most["softmax"], 100 * most["lssar"]) in TEXT
     assert f"and a window {points['window', 1024, False]}, as chance does." in TEXT
-    (layouts,) = of_pages("docs/layouts.md")
+    (recall,) = of_pages("docs/recall.md")
     said = "With all of RoPE softmax finds at most {:.0f} % there, LSSAR at most {:.0f} %."
-    assert said.format(100 * most["softmax"], 100 * most["lssar"]) in layouts
+    assert said.format(100 * most["softmax"], 100 * most["lssar"]) in recall
     short = {label: group for label, group in recalls("recall-layouts").items() if label.endswith("-short-rope")}
     for label, group in short.items():
         worst = [

@@ -613,7 +613,9 @@ def test_what_is_said_of_its_parts_is_measured():
         assert f" {name}: {higher(row)}." in TEXT
     dearer = beside(by, "lssar-nope", OURS, HERE)
     assert dearer.sure
-    said_of_it = f"LSSAR has a higher loss there than cosine softmax, by {shown(dearer).removeprefix('+')} nats per byte"
+    said_of_it = (
+        f"LSSAR has a higher loss there than cosine softmax, by {shown(dearer).removeprefix('+')} nats per byte"
+    )
     assert said_of_it in of_pages("README.md")[0]
     assert f"**All heads local**: {higher('local')}, a higher loss in every seed." in TEXT
     assert f"**Without the previous-token head**: {higher('no-pair-head')}." in TEXT

@@ -1,4 +1,4 @@
-"""docs/layouts.md before its section of recall: it shows the committed results.
+"""docs/layouts.md shows the committed results.
 
 Over 400 lines: one page, whose tables and sentences share their readers.
 """
@@ -35,8 +35,8 @@ from .committed import (
 )
 from .tables import COLUMNS, NAMES, rates_table, said, scale_table, shown, shown_loss, shown_losses, table, tables_of
 
-LOSSES, _ = (ROOT / "docs/layouts.md").read_text().split("\n## Recall\n")
-TEXT, SHOWN = " ".join(LOSSES.split()), tables_of(LOSSES)
+PAGE = (ROOT / "docs/layouts.md").read_text()
+TEXT, SHOWN = " ".join(PAGE.split()), tables_of(PAGE)
 HEADS = " ".join((ROOT / "docs/global-heads.md").read_text().split())
 LSSA = ("lssa-hybrid", "lssa-local")
 LAYOUTS = {"lssa-local": "`demo-lssa-local`", "lssa-hybrid": "`demo-hybrid`"}
@@ -1129,3 +1129,17 @@ def test_what_is_said_of_an_annealed_power_in_every_layer_is_measured():
     (evidence,) = of_pages("docs/evidence.md")
     text = f"With the power annealed from 1 it is {shown(softmax, '+')} (1x, inconclusive), but the loss at 16x is then"
     assert f"{text} higher than at 1x" in evidence
+
+
+def test_the_size_of_caches_is_the_measured_one():
+    hybrid, heads, softmax = (
+        json.loads((RESULTS / "layout-cache" / f"{name}.json").read_text())
+        for name in ("hybrid", "global-heads", "softmax")
+    )
+    sizes = [f"{one['cache_bytes'] / one['tokens']:,.0f}" for one in (hybrid, softmax)]
+    assert hybrid["tokens"] == softmax["tokens"]
+    assert f"{heads['cache_bytes'] / heads['tokens']:,.0f}" == sizes[0]
+    assert (
+        f"At {hybrid['tokens']:,} tokens the cache of `demo-hybrid` takes {sizes[0]} bytes a token, "
+        f"as does that of `demo-global-heads`, Softmax's {sizes[1]}" in TEXT
+    )

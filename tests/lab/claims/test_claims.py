@@ -26,7 +26,7 @@ from softfocus.lab import model as models
 from softfocus.lab import objective
 from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import earlier as earlier_runs
-from softfocus.lab.claims import figure, page
+from softfocus.lab.claims import figure, ledger, page
 from softfocus.lab.claims.claim import SCALES, Claim, parse, recipes
 from softfocus.lab.claims.parts import together
 from softfocus.lab.claims.reproduce import PUBLISHED, reproduce
@@ -172,7 +172,7 @@ def test_every_row_and_recipe_trains_two_steps(part: str) -> None:
 def test_tests_that_claims_cite_exist() -> None:
     found = [claims.load(name) for name in claims.shipped()]
     cited = [s.by for claim in found for s in claim.statements if s.kind in ("proved", "disproved")]
-    notes = [note for claim in found for note in claim.notes] + [(PUBLIC / page.FINDINGS).read_text()]
+    notes = [note for claim in found for note in claim.notes] + [(PUBLIC / ledger.FINDINGS).read_text()]
     cited += [one for note in notes for one in re.findall(r"tests/[\w/]+\.py::\w+", note)]
     for reference in cited:
         file, _, name = reference.partition("::")
@@ -183,10 +183,14 @@ def test_tests_that_claims_cite_exist() -> None:
 def test_the_published_pages_and_figures_are_those_of_the_published_results(tmp_path: Path) -> None:
     """Byte for byte: `softfocus report` writes them."""
     drawn = {path.relative_to(PUBLIC) for path in PUBLIC.rglob("*.png")}
-    for file in (Path(page.FINDINGS), *drawn, *(path.relative_to(PUBLIC) for path in PUBLIC.glob("*/*/results.json"))):
+    for file in (
+        Path(ledger.FINDINGS),
+        *drawn,
+        *(path.relative_to(PUBLIC) for path in PUBLIC.glob("*/*/results.json")),
+    ):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_bytes((PUBLIC / file).read_bytes())
-    written = {path.name: path.read_bytes() for path in page.report(tmp_path)}
+    written = {path.name: path.read_bytes() for path in ledger.report(tmp_path)}
     published = {path.name: path.read_bytes() for path in PUBLIC.glob("*.md")}
     assert sorted(written) == sorted(published)
     assert written == published, "run `softfocus report`"
@@ -198,12 +202,12 @@ def test_the_published_pages_and_figures_are_those_of_the_published_results(tmp_
 
 def test_findings_about_the_published_runs_stand_on_their_pages_alone(tmp_path: Path) -> None:
     """Pages of other runs have no statement about ours, and no link into our documents."""
-    page.report(tmp_path)
+    ledger.report(tmp_path)
     for path in tmp_path.glob("*.md"):
         assert "](../.." not in path.read_text(), path.name
         assert "What else was found" not in path.read_text(), path.name
-    (tmp_path / page.FINDINGS).write_text('laser-bert = ["One thing.", "Another."]')
-    page.report(tmp_path)
+    (tmp_path / ledger.FINDINGS).write_text('laser-bert = ["One thing.", "Another."]')
+    ledger.report(tmp_path)
     assert (tmp_path / "laser-bert.md").read_text().endswith("## What else was found\n\nOne thing.\n\nAnother.\n")
 
 
@@ -216,20 +220,20 @@ def test_findings_about_the_published_runs_stand_on_their_pages_alone(tmp_path: 
     ],
 )
 def test_findings_that_cannot_be_read(text: str, what: str, tmp_path: Path) -> None:
-    (tmp_path / page.FINDINGS).write_text(text)
+    (tmp_path / ledger.FINDINGS).write_text(text)
     with pytest.raises(LabError, match=re.escape(what)) as caught:
-        page.report(tmp_path)
+        ledger.report(tmp_path)
     assert "softfocus recipes" in caught.value.remedy or "'laser-bert'" in caught.value.remedy
 
 
 def test_findings_that_are_no_text(tmp_path: Path) -> None:
-    (tmp_path / page.FINDINGS).write_bytes(b"\xff")
+    (tmp_path / ledger.FINDINGS).write_bytes(b"\xff")
     with pytest.raises(LabError, match="cannot be read"):
-        page.report(tmp_path)
-    (tmp_path / page.FINDINGS).unlink()
-    (tmp_path / page.FINDINGS).mkdir()
+        ledger.report(tmp_path)
+    (tmp_path / ledger.FINDINGS).unlink()
+    (tmp_path / ledger.FINDINGS).mkdir()
     with pytest.raises(LabError, match="cannot be read"):
-        page.report(tmp_path)
+        ledger.report(tmp_path)
 
 
 def test_results_in_the_place_of_others_are_refused(tmp_path: Path) -> None:
@@ -238,7 +242,7 @@ def test_results_in_the_place_of_others_are_refused(tmp_path: Path) -> None:
         results.parent.mkdir(parents=True)
         results.write_bytes((PUBLIC / "laser-vit/toy/results.json").read_bytes())
         with pytest.raises(LabError, match=says):
-            page.report(tmp_path)
+            ledger.report(tmp_path)
         results.unlink()
 
 
@@ -249,7 +253,7 @@ def test_a_run_that_stands_twice_in_results_is_refused(tmp_path: Path) -> None:
     results.parent.mkdir(parents=True)
     results.write_text(json.dumps(found))
     with pytest.raises(LabError, match="is there twice"):
-        page.report(tmp_path)
+        ledger.report(tmp_path)
 
 
 @pytest.mark.long
@@ -259,13 +263,13 @@ def test_a_figure_is_drawn_where_its_results_have_changed(tmp_path: Path, monkey
     results.write_bytes((PUBLIC / "laser-vit/toy/results.json").read_bytes())
     drawn: list[Path] = []
     monkeypatch.setattr(figure, "save_png", lambda one, path, **how: (drawn.append(path), save_png(one, path, **how)))
-    page.report(tmp_path)
+    ledger.report(tmp_path)
     assert drawn == [results.with_name("figure.png")]
-    page.report(tmp_path)
+    ledger.report(tmp_path)
     assert len(drawn) == 1
     for change in (lambda: drawn[0].write_bytes(b"no image"), drawn[0].unlink, lambda: _shift_a_loss(results)):
         change()
-        page.report(tmp_path)
+        ledger.report(tmp_path)
         assert source_of(drawn[0])
     assert len(drawn) == 4
 
@@ -542,7 +546,7 @@ def test_the_ledger_names_verdicts_that_rest_on_added_seeds(made: Any) -> None:
         for claim in claims
     ]
     assert [standings["toy"] for _, standings in lines] == ["holds", "holds"]
-    text = " ".join(page.ledger(lines, found).split())  # type: ignore[arg-type]
+    text = " ".join(ledger.ledger(lines, found).split())  # type: ignore[arg-type]
     assert "At the scale `toy` 2 claims had more than 3 seeds." in text
     assert "With the first 3 alone 1 verdict would differ: [t](decided-later.md) (holds, inconclusive before)." in text
 
@@ -591,7 +595,7 @@ def test_the_ledger_counts(made: Any) -> None:
     claim = statement(LOWER)
     exact = parse("x", _DISPROVED)
     lines = [(one, {scale: page.standing(one, scale, None) for scale in SCALES}) for one in (claim, exact)]
-    text = page.ledger(lines, {})
+    text = ledger.ledger(lines, {})
     assert "2 claims, 1 of them decided by tests" in " ".join(text.split())
     assert "| scale | fails | not run | not testable here |" in text
     assert "| toy | 0 | 1 | 0 |" in text
@@ -609,7 +613,7 @@ def test_the_ledger_says_how_many_statements_hold_of_a_claim_that_fails(made: An
         some = claim.model_copy(update={"statements": claim.statements[:number]})
         lines = [(some, dict.fromkeys(SCALES, page.standing(some, "toy", found)))]
         held = " (1 of 2 hold)" if number == 2 else ""
-        text = page.ledger(lines, {some.name: {"toy": found}})  # type: ignore[arg-type]
+        text = ledger.ledger(lines, {some.name: {"toy": found}})  # type: ignore[arg-type]
         assert f"| {kind} \\*{held} | {kind} | {kind} |" in text, "made-up runs are of an earlier recipe"
 
 
@@ -626,10 +630,10 @@ def test_the_ledger_says_how_many_claims_share_trainings(made: Any) -> None:
         for index, run in enumerate(results.runs):
             run.info.train_loss = [(10, 100.0 * number + index)]
     found["second"]["toy"].runs[4].info.train_loss = [(10, 1.0)]
-    text = " ".join(page.ledger(lines, found).split())  # type: ignore[arg-type]
+    text = " ".join(ledger.ledger(lines, found).split())  # type: ignore[arg-type]
     assert "At the scale `toy` 2 of the 3 claims that were judged share trainings with others" in text
     assert "others, including 1 of the 2 that fail. The verdicts of these are not independent." in text
-    assert "share trainings" not in page.ledger(lines, {})  # type: ignore[arg-type]
+    assert "share trainings" not in ledger.ledger(lines, {})  # type: ignore[arg-type]
 
 
 def run_softmax(results: Results, *rows: str) -> None:
@@ -788,7 +792,7 @@ def test_reproduce_runs_what_is_left_and_judges_all(
     assert "| dynamic NTK, run as lssa | trained |" in text
     assert str(tmp_path) not in text + (place / "results.json").read_text()
     before = (out / PUBLISHED / "two.md").read_bytes()
-    page.report(out / PUBLISHED)
+    ledger.report(out / PUBLISHED)
     assert before == (out / PUBLISHED / "two.md").read_bytes()
 
 
@@ -971,20 +975,20 @@ def test_pages_say_which_results_are_of_an_earlier_recipe(two: Claim, tmp_path: 
 
     def told() -> tuple[str, str]:
         found: dict[str, dict[Any, Results]] = {"two": {"toy": results}}
-        ledger = page.ledger([(two, dict.fromkeys(SCALES, "holds"))], found)  # type: ignore[arg-type]
-        return " ".join(page.page(two, {"toy": results}).split()), ledger
+        shown = ledger.ledger([(two, dict.fromkeys(SCALES, "holds"))], found)  # type: ignore[arg-type]
+        return " ".join(page.page(two, {"toy": results}).split()), shown
 
-    shown, ledger = told()
-    assert "earlier recipe" not in shown + ledger
-    assert "| holds | holds | holds |" in ledger
+    shown, listed = told()
+    assert "earlier recipe" not in shown + listed
+    assert "| holds | holds | holds |" in listed
     two.rows["b"]["evaluate"] = {"tokens": 64}  # not of the training
-    assert told() == (shown, ledger)
+    assert told() == (shown, listed)
     two.rows["b"]["train"] = {"steps": 11}
-    shown, ledger = told()
+    shown, listed = told()
     assert "earlier recipe, and not again since it changed.** Since then: " in shown
     assert "train.steps was 10 and is 11." in shown
-    assert "| holds \\* | holds | holds |" in ledger
-    assert "with an earlier recipe" in ledger
+    assert "| holds \\* | holds | holds |" in listed
+    assert "with an earlier recipe" in listed
     del two.rows["b"]
     assert "the row is no longer there" in told()[0]
 

@@ -8,7 +8,8 @@ from rich.console import Console
 from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import earlier as earlier_runs
 from softfocus.lab.claims.claim import Claim, Scale
-from softfocus.lab.claims.page import report, verdict_lines
+from softfocus.lab.claims.ledger import report
+from softfocus.lab.claims.page import verdict_lines
 from softfocus.lab.claims.results import RESULTS, Results, Run, collect
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import say, telling

@@ -102,7 +102,7 @@ def report(
     Example: `softfocus report runs/claims-toy/results`
     """
     from softfocus.lab.claims import claim as claims
-    from softfocus.lab.claims.page import report
+    from softfocus.lab.claims.ledger import report
     from softfocus.lab.claims.results import RESULTS
     from softfocus.lab.errors import LabError
 

@@ -1,6 +1,4 @@
-"""docs/layouts.md from its section of recall on: it shows the committed results."""
-
-import json
+"""docs/recall.md shows the committed results."""
 
 import pytest
 
@@ -11,8 +9,8 @@ from softfocus.lab.run_folder.results import Recall
 from .committed import RESULTS, ROOT, WINDOW, accuracies, accuracies_by_run, loss, of_pages, recalls, runs
 from .tables import table, tables_of
 
-_, RECALL = (ROOT / "docs/layouts.md").read_text().split("\n## Recall\n")
-TEXT, SHOWN = " ".join(RECALL.split()), tables_of(RECALL)
+PAGE = (ROOT / "docs/recall.md").read_text()
+TEXT, SHOWN = " ".join(PAGE.split()), tables_of(PAGE)
 
 
 def recall_table() -> str:
@@ -100,7 +98,7 @@ TABLES = {"recall": recall_table, "recall_rates": recall_rates, "lssa_recall": l
 
 @pytest.mark.parametrize("mark", TABLES)
 def test_the_tables_are_the_committed_ones(mark):
-    assert SHOWN[mark] == TABLES[mark](), f"docs/layouts.md should show:\n{TABLES[mark]()}"
+    assert SHOWN[mark] == TABLES[mark](), f"docs/recall.md should show:\n{TABLES[mark]()}"
 
 
 def test_every_table_is_tested():
@@ -200,7 +198,7 @@ def test_what_is_said_of_recall_at_other_rates_holds_for_every_seed():
     readme, evidence = of_pages("README.md", "docs/evidence.md")
     edges = f"{100 * best[0]:.0f} to {100 * best[-1]:.0f} %"
     others = "cosine softmax, SSMax, LASER, LSSA and LSSAR (p of 7 or more) over 98 %, each at its best rate"
-    assert f"Among 64 times as many pairs softmax recalled {edges}; {others}" in readme
+    assert f"With short wavelengths, among 64 times as many pairs, softmax recalled {edges}; {others}" in readme
     high = {
         name: max(min(shares) for shares in pairs[f"{name}-short-rope"].values())
         for name in ("cosine", "ssmax", "laser", "lssa", "lssar-7", "lssar-15", "lssar")
@@ -271,17 +269,3 @@ def test_what_is_said_of_loss_and_recall_in_one_model_is_the_measured_one():
     windowed = loss("layouts", "softmax-s0", 2048, WINDOW)
     assert f"it is higher than that of Softmax with the window, {windowed:.3f}." in TEXT
     assert runs("layout-candidates")["lssa-hybrid-head-s0"].row(2048).loss > windowed
-
-
-def test_the_size_of_caches_is_the_measured_one():
-    hybrid, heads, softmax = (
-        json.loads((RESULTS / "layout-cache" / f"{name}.json").read_text())
-        for name in ("hybrid", "global-heads", "softmax")
-    )
-    sizes = [f"{one['cache_bytes'] / one['tokens']:,.0f}" for one in (hybrid, softmax)]
-    assert hybrid["tokens"] == softmax["tokens"]
-    assert f"{heads['cache_bytes'] / heads['tokens']:,.0f}" == sizes[0]
-    assert (
-        f"At {hybrid['tokens']:,} tokens the cache of `demo-hybrid` takes {sizes[0]} bytes a token, "
-        f"as does that of `demo-global-heads`, Softmax's {sizes[1]}" in TEXT
-    )
