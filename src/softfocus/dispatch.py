@@ -66,6 +66,9 @@ def _refusal(name: str, call: Call) -> str | None:
     return checked.refusal(call) if asked else None
 
 
+_NAMES = f"'auto' or one of {', '.join(map(repr, BACKENDS))}"
+
+
 @dataclass(frozen=True)
 class Explanation:
     """Which backend a call runs on.
@@ -88,9 +91,12 @@ def choose(call: Call, backend: str, to_run: bool = True) -> str:
     """The backend for a call. Backends may be compiled only if the call is about to run.
 
     Raises:
+        TypeError: the backend is no name.
         ValueError: a backend requested by name is unknown, or does not support the call. There is
             no fallback. Or SOFTFOCUS_TRITON has an unknown value.
     """
+    if not isinstance(backend, str):
+        raise TypeError(f"backend: got {type(backend).__name__}, expected {_NAMES}")
     if backend == "auto":
         # For every backend, so that a misspelt switch is an error on every machine
         never = [name for name in BACKENDS if _why_not_auto(name)]
@@ -98,8 +104,8 @@ def choose(call: Call, backend: str, to_run: bool = True) -> str:
             if name not in never and supports(name, call, to_run) and not _refusal(name, call):
                 return name
         raise ValueError(f"no backend supports this call; of 'tiled': {why_unsupported('tiled', call)}")
-    if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f"backend: got {backend!r}, expected 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, expected {_NAMES}")
     if why := why_unsupported(backend, call, to_run):
         raise ValueError(f"backend: {backend!r} was asked for and does not support this call: {why}")
     return backend

@@ -97,17 +97,21 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         Raises:
             ValueError, TypeError: an argument that does not fit.
         """
-        if query.is_nested:
+        if isinstance(query, Tensor) and query.is_nested:
             raise TypeError(
                 "query: got a nested tensor, expected a dense one; build torch.nn.TransformerEncoder with "
                 "enable_nested_tensor=False"
             )
         for name, x, size in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            validation.check_class(name, x)
             if x.dim() != query.dim() or x.dim() not in (2, 3) or x.size(-1) != size:
                 raise ValueError(
                     f"{name}: got shape {list(x.shape)}, expected [length, batch, {size}], [batch, length, {size}] "
                     f"with batch_first=True, or [length, {size}] without a batch; query, key and value alike"
                 )
+        flags = {"need_weights": need_weights, "average_attn_weights": average_attn_weights, "is_causal": is_causal}
+        for name, flag in flags.items():
+            validation.check_flag(name, flag)
         if is_causal and attn_mask is None:
             raise ValueError("is_causal: is a hint about attn_mask, which is None; pass the mask as well")
         batched = query.dim() == 3

@@ -228,6 +228,15 @@ def test_what_it_does_not_take():
     nested = torch.nested.nested_tensor([torch.randn(3, E), torch.randn(L, E)])
     with pytest.raises(TypeError, match=r"^query: got a nested tensor.*enable_nested_tensor=False"):
         module(nested, nested, nested)
+    x = torch.randn(L, 2, E)
+    for name, wrong in {"query": (None, x, x), "key": (x, [1.0], x), "value": (x, x, 2)}.items():
+        with pytest.raises(TypeError, match=rf"^{name}: got \w+, expected a torch.Tensor"):
+            module(*wrong)
+    for name in ("need_weights", "average_attn_weights", "is_causal"):
+        with pytest.raises(TypeError, match=rf"^{name}: got str, expected True or False"):
+            module(x, x, x, **{name: "no"})
+    with pytest.raises(TypeError, match=r"^need_weights: got torch\.Tensor, expected True or False"):
+        module(x, x, x, None, torch.zeros(L, L))  # a mask in the place of a flag
 
 
 def test_the_page_about_sdpa_runs():

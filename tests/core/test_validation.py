@@ -192,7 +192,8 @@ REFUSED = {
     "backend unknown": (
         {"backend": "tilde"}, ValueError, ["backend", "'tilde'", "'auto'", "'cpu'", "'tiled'", "'reference'"],
     ),
-    "backend is no name": ({"backend": ["tiled"]}, (TypeError, ValueError), ["backend", "'auto'"]),
+    "backend is no name": ({"backend": ["tiled"]}, TypeError, ["backend", "list", "'auto'"]),
+    "backend is an array": ({"backend": torch.ones(2, 2).numpy()}, TypeError, ["backend", "ndarray", "'auto'"]),
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
@@ -145,12 +146,28 @@ def test_steps_of_ended_sequences_need_one_that_goes_on(build, tokens):
         logits(model, ids[:, -1:], attention_mask=real, past_key_values=cache)
 
 
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("layout", [{"*": ("lssar", 16)}, {"0": ("lssar", 4)}], ids=["all", "first"])
+def test_a_chunk_of_padding_alone_says_nothing_about_positions(build, tokens, layout, cache):
+    """Of a prompt that is fed in chunks, with padding on the left in every sequence."""
+    rows = {layer: {"mechanism": name, "window": window} for layer, (name, window) in layout.items()}
+    model, ids = softfocus.hf.use(build("llama"), {"*": "lssar"} | rows), tokens(1, LENGTH)
+    how = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=False, **how)[:, LENGTH:]
+    padded, real = F.pad(ids, (8, 0)), F.pad(torch.ones_like(ids), (8, 0))
+    how |= {"prefill_chunk_size": 4, "cache_implementation": cache, "disable_compile": True}
+    assert torch.equal(model.generate(padded, attention_mask=real, **how)[:, LENGTH + 8 :], want)
+
+
 def test_a_mask_is_cut_to_the_kept_keys_in_compiled_code():
     cut = torch.compile(adapter._of_kept_keys, fullgraph=True, backend="aot_eager")
     mask = torch.arange(9).expand(2, 1, 1, 9) > 3
     assert torch.equal(cut(mask, 1, 4, 4), mask[..., -4:])
     with pytest.raises(RuntimeError, match="no query sees the last key"):
         cut(mask.flip(-1), 1, 4, 4)
+    nothing, windowed = torch.zeros_like(mask), torch.compile(adapter._windowed, fullgraph=True, backend="aot_eager")
+    assert not cut(nothing, 1, 4, 4).any()
+    assert not windowed(nothing.expand(-1, -1, 4, -1), 4, 3).any()
 
 
 @pytest.mark.parametrize("hidden", [None, -math.inf], ids=["bool", "float"])

@@ -265,7 +265,8 @@ def _of_kept_keys(mask: Tensor, rows: int, keys: int, window: int) -> Tensor:
             "model.config. Or the mask is your own: it has as many keys as the cache hands over"
         )
     visible = mask if mask.dtype == torch.bool else mask > HIDDEN
-    torch._assert_async(visible[..., -1].any(), UNKNOWN_KEYS)
+    # A chunk of a prompt in which all sequences have padding sees nothing at all
+    torch._assert_async(visible[..., -1].any() | ~visible.any(), UNKNOWN_KEYS)
     return mask[..., -keys:]
 
 
@@ -286,9 +287,10 @@ def _windowed(mask: Tensor, rows: int, window: int) -> Tensor:
     if rows != mask.shape[-1]:
         last = torch.where(visible, places, -1).amax(-1)  # [.., Lq]
         before = last.amax() - (rows - 1)
+        starts = torch.where(last >= 0, last - own, before)  # a row of padding sees nothing, and says nothing
         if rows > 1 and torch.compiler.is_compiling():  # compiled code looks when it runs
-            torch._assert_async((last - own).amax() <= before, UNKNOWN_POSITIONS)
-        elif rows > 1 and (last - own).amax() > before:
+            torch._assert_async(starts.amax() <= before, UNKNOWN_POSITIONS)
+        elif rows > 1 and starts.amax() > before:
             raise ValueError(f"{UNKNOWN_POSITIONS}. {PAD_TOKEN}")
         own = own + before
     near = (places - own[:, None]).abs() < window
