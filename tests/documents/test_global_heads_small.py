@@ -366,6 +366,11 @@ SMALL_INIT, SMALL_INIT_LONGER = (
 )
 
 
+SMALL_512: Size = ("1.3 M", "512 BPE tokens", "1,100", "0.09; baselines 0.04", "8e-3; baselines 2e-3")
+"""Evaluated at up to 4x."""
+AT_4X = (4.0, "as trained"), (4.0, "window 1x")
+
+
 def by_size() -> dict[Size, tuple[dict[str, Group], str]]:
     """Models and texts: their groups, and the label of global heads."""
     bpe, swept = by_label("layouts-bpe-tuned", "bpe"), by_row("learning-rates-bpe")
@@ -374,6 +379,9 @@ def by_size() -> dict[Size, tuple[dict[str, Group], str]]:
     small = by_row("bpe-longer")
     small["Softmax"] = small["softmax"]
     longer = small | {"Softmax": small["softmax-4"], "all-softmax-nope": small["all-softmax-nope-start"]}
+    slow = by_row("layouts-512-rates/2e-3")
+    long_texts = {"Softmax": slow["softmax-4"], "all-softmax-nope": slow["all-softmax-nope-4"]}
+    long_texts["global-heads-start"] = by_row("layouts-512")["global-heads-start"]
     return {
         ("0.8 M", "128 bytes", "1,100", "0.09", "4e-3"): (by_label("layouts", "global-heads"), "cosine-nope"),
         ("3.2 M", "128 bytes", "1,100", "0.0625", "2e-3"): (larger(), "global-heads"),
@@ -384,6 +392,7 @@ def by_size() -> dict[Size, tuple[dict[str, Group], str]]:
             started,
             "global-heads-start-twice",
         ),
+        SMALL_512: (long_texts, "global-heads-start"),
         ("1.3 M", "128 BPE tokens", "4,400", "0.09; Softmax 0.04", "4e-3"): (longer, "global-heads-start"),
         SMALL_INIT: (bpe, "global-heads"),
         SMALL_INIT_LONGER: (small, "global-heads"),
@@ -394,11 +403,14 @@ def sizes() -> str:
     """README's table of global heads, each size against its own baselines."""
     rows = []
     for size, (by, ours) in by_size().items():
+        (trained, windowed), where = ((FAR, WINDOWED), "") if size != SMALL_512 else (AT_4X, " (4x)")
         leads = [
-            said(beside(by, ours, baseline, *pair)) if baseline in by else "not run"
+            said(beside(by, ours, baseline, *pair)) + (where if pair != (HERE, HERE) else "")
+            if baseline in by
+            else "not run"
             for baseline, pairs in (
-                ("Softmax", ((HERE, HERE), (FAR, WINDOWED))),
-                ("all-softmax-nope", ((HERE, HERE), (FAR, FAR))),
+                ("Softmax", ((HERE, HERE), (trained, windowed))),
+                ("all-softmax-nope", ((HERE, HERE), (trained, trained))),
             )
             for pair in pairs
         ]

@@ -119,7 +119,7 @@ SWEPT = {
     # The rows of laser-lamb set their rate, which --set cannot change then
     "lamb-learning-rates": [Sweep(("laser-classification",), 2e-2, also=("train.optimizer=lamb",))],
     "bpe-longer-rates/8e-3": [Sweep(("bpe-longer",), 8e-3)],
-    **{f"layouts-512-rates/{rate}": [Sweep(("layouts-512",), float(rate))] for rate in ("2e-3", "8e-3")},
+    **{f"layouts-512-rates/{rate}": [Sweep(("layouts-512",), float(rate))] for rate in ("1e-3", "2e-3", "8e-3")},
     "recall-lssa-rates/5e-4": [Sweep(("recall-lssa",), 5e-4)],
     **{f"recall-layouts-rates/{rate}": [Sweep(("recall-layouts",), float(rate))] for rate in ("5e-4", "2e-3")},
     **{
