@@ -89,14 +89,14 @@ def goal() -> str:
 
 
 MODELS = {
-    "0.8 M": "layouts",
-    "3.2 M": "larger",
-    "1.3 M": "layouts-bpe-tuned",
-    "9 M": "small-gpu/bytes",
-    "10 M": "small-gpu/longer",
-    "42 M": "medium-gpu",
+    "0.8 M": ("layouts", "softmax-s0"),
+    "3.2 M": ("larger", "softmax-s0"),
+    "1.3 M": ("learning-rates-bpe", "softmax-4-s0"),
+    "9 M": ("small-gpu/bytes", "softmax-s0"),
+    "10 M": ("small-gpu/longer", "softmax-s0"),
+    "42 M": ("medium-gpu", "softmax-s0"),
 }
-"""By size: the study that trained its Softmax."""
+"""By size: the study that trained its Softmax, and the run."""
 
 
 def models() -> str:
@@ -104,8 +104,8 @@ def models() -> str:
     results.
     """
     rows = []
-    for size, study in MODELS.items():
-        (run,) = (one for one in report(study).runs if one.info.name == "softmax-s0")
+    for size, (study, name) in MODELS.items():
+        (run,) = (one for one in report(study).runs if one.info.name == name)
         recipe = tomllib.loads(run.recipe)
         config, data, train = recipe["model"]["config"], recipe["data"], recipe["train"]
         width, heads, tokens = config["hidden_size"], config["num_attention_heads"], data["tokenizer"]

@@ -6,6 +6,7 @@ Over 400 lines: one page, whose tables and sentences share their readers.
 import json
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 
 import pytest
 import torch
@@ -498,8 +499,42 @@ def test_what_is_said_of_other_powers_is_measured():
 
 
 losses = partial(by_seed, "layouts")
+BY_POSITION = {
+    "Softmax": "Softmax", "LSSAR": NAMES["LSSAR"], "lssa-hybrid": "`demo-hybrid`",
+    "laser-lssa-local": NAMES["laser-lssa-local"], "all-softmax-nope": "all-softmax layout",
+    "cosine-nope": "global heads",
+}  # fmt: skip
+
+
+def by_position() -> str:
+    """Losses at 16 times the length by position, and how much lower they are beyond the first
+    training length.
+    """
+    by, rows, across = by_label("layouts", "global-heads"), [], []
+    for label, name in BY_POSITION.items():
+        for how, at in (("as trained", FAR), ("window", WINDOWED)):
+            one = cell(by[label], *at)
+            buckets = list(zip(*(row.buckets for row in one.rows), strict=True))
+            across = [f"{some[0].start:,} to {some[0].end - 1:,}" for some in buckets]
+            losses = (f"{fmean(bucket.loss for bucket in some):.3f}" for some in buckets)
+            lead = "" if at == WINDOWED else said(one.gain_minus(cell(by[label], *WINDOWED)))
+            rows.append([f"{name}, {how}", *losses, shown(one.gain, "+"), lead])
+    return table(["by position of the token", *across, "gain from context", "minus the gain with the window"], rows)
+
+
+def test_what_is_said_of_gains_from_context_is_measured():
+    by, pairs = by_label("layouts", "global-heads"), {}
+    for label in BY_POSITION:
+        near = cell(by[label], *WINDOWED)
+        assert near.gain.value > 0
+        pairs[label] = cell(by[label], *FAR).gain_minus(near)
+    assert [label for label, one in pairs.items() if not one.sure] == ["cosine-nope"]
+    assert all(one.value < 0 for one in pairs.values())
+    assert "Full context raises the loss of all of these models but that of global heads" in TEXT
+
+
 TABLES = {
-    "powers": powers, "candidates": candidates,
+    "by_position": by_position, "powers": powers, "candidates": candidates,
     "layouts": partial(scale_table, "layouts"), "differences": differences_table, "same_layout": same_layout,
     "laser_adds": laser_adds,
     "lssa_tiled": lssa_tiled, "sinks": sinks_table, "new_rates": rates, "larger_new_rates": larger_rates,
