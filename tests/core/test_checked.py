@@ -4,6 +4,7 @@ backend.
 On a GPU where there is one, elsewhere under Triton's interpreter.
 """
 
+import os
 import warnings
 from dataclasses import replace
 from itertools import product
@@ -116,17 +117,20 @@ QUICK = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("case", "name", "dtype"), QUICK, ids=lambda x: str(x).removeprefix("torch."))
-def test_right_kernels_raise_no_alarm(case, name, dtype):
-    raises_no_alarm(case, name, dtype)
+def test_right_kernels_raise_no_alarm(case, name, dtype, monkeypatch):
+    raises_no_alarm(case, name, dtype, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "name", "dtype"), ALL, ids=lambda x: str(x).removeprefix("torch."))
-def test_right_kernels_raise_no_alarm_anywhere(case, name, dtype):
-    raises_no_alarm(case, name, dtype)
+def test_right_kernels_raise_no_alarm_anywhere(case, name, dtype, monkeypatch):
+    raises_no_alarm(case, name, dtype, monkeypatch)
 
 
-def raises_no_alarm(case, name, dtype):
+def raises_no_alarm(case, name, dtype, monkeypatch):
+    if dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1":
+        # The interpreter truncates to bfloat16: twice the largest error of rounding to nearest
+        monkeypatch.setattr(checked, "ULP_LIMIT", 2 * checked.ULP_LIMIT)
     case = next(one for one in CASES if one.name == case)
     case = replace(case, query_length=min(case.query_length, 20), key_length=min(case.key_length, 20))
     arguments = case.arguments(named(name), dtype, device=DEVICE)
