@@ -1,0 +1,131 @@
+"""docs/claims.md on verdicts with each row at its best learning rate: they are those of the
+committed results.
+"""
+
+import json
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cache
+from statistics import fmean
+from typing import NamedTuple
+
+from softfocus.lab.claims.claim import load as load_claim
+from softfocus.lab.claims.claim import shipped
+from softfocus.lab.claims.page import standing
+from softfocus.lab.claims.results import Results, Run
+from softfocus.lab.claims.results import read as read_claim
+from softfocus.lab.claims.verdict import Judged, judge
+from softfocus.lab.report.results import Report, read_as
+
+from .committed import RESULTS, ROOT, claim
+from .tables import table, tables_of
+from .test_results import TIMES, split
+
+PAGE = (ROOT / "docs/claims.md").read_text()
+TEXT = " ".join(PAGE.split())
+PREFIXES = {kind: f"{kind}_" for kind in ("vit", "bert", "conformer")}
+SAME = {f"{row}_{ending}": row for row in ("softmax", "laser") for ending in ("recorded", "2_layers")}
+"""Rows that train the model of another row."""
+Rates = dict[float, dict[int, Run]]
+"""By learning rate and seed."""
+
+
+def rate_of(run: Run) -> float:
+    return tomllib.loads(run.recipe)["train"]["learning_rate"]
+
+
+def swept_runs() -> Iterator[Run]:
+    """What was trained at other rates than the claims'."""
+    for folder in sorted(RESULTS.glob("*-learning-rates")):
+        kind = folder.name.removesuffix("-learning-rates")
+        for path in sorted(folder.rglob("results.json")):
+            if "claim" in json.loads(path.read_text()):
+                yield from read_claim(path).runs
+                continue
+            found = read_as(Report, path)
+            held = [(one.info, one.recipe, one.evaluation) for one in found.runs]
+            for info, recipe, evaluation in held:
+                row, _ = split(info.name.rpartition("-s")[0], TIMES)
+                row = PREFIXES.get(kind, "") + row + ("_lamb" if kind == "lamb" else "")
+                yield Run(row=row, info=info, recipe=recipe, evaluation=evaluation)
+
+
+@cache
+def swept() -> dict[str, Rates]:
+    """The same, by row. A training that diverged has no recipe in a comparison, and is left out."""
+    found: dict[str, Rates] = defaultdict(lambda: defaultdict(dict))
+    for run in swept_runs():
+        found[run.row][rate_of(run)][run.info.seed] = run
+    return found
+
+
+class Best(NamedTuple):
+    """A claim at the scale toy, with each row at its own rate, and at its best one."""
+
+    own: list[Judged]
+    best: list[Judged]
+    moved: dict[str, int]
+    """Rows with another best rate, and with how many seeds."""
+    single: list[str]
+    """Rows that were trained at one rate."""
+
+
+def loss(runs: dict[int, Run], seeds: set[int]) -> float:
+    """The mean loss at the training length; infinite where a training diverged."""
+    return fmean(
+        runs[seed].evaluation.rows[0].loss if runs[seed].evaluation else float("inf")  # type: ignore[union-attr]
+        for seed in seeds
+    )
+
+
+@cache
+def best_of(name: str) -> Best:
+    own, runs, moved, single = claim(name), [], {}, []
+    for row in own.rows:
+        first = own.of(row)
+        rates: Rates = {rate_of(first[0]): {run.info.seed: run for run in first}}
+        for rate, some in swept()[SAME.get(row, row)].items():
+            rates.setdefault(rate, {seed: run.model_copy(update={"row": row}) for seed, run in some.items()})
+        seeds = set.intersection(*(set(some) for some in rates.values()))
+        best = min(rates, key=lambda rate: loss(rates[rate], seeds))
+        if best != rate_of(first[0]):
+            moved[row] = len(rates[best])
+        elif len(rates) == 1:
+            single.append(row)
+        runs += rates[best].values()
+    known = load_claim(name)
+    others = Results(claim=name, scale="toy", created=own.created, runs=runs)
+    return Best(judge(known, own), judge(known, others), moved, single)
+
+
+def judged_at_toy() -> list[str]:
+    """The claims with a verdict from trainings."""
+    paths = ((name, RESULTS / "claims" / name / "toy/results.json") for name in shipped())
+    there = [name for name, path in paths if path.exists()]
+    return [name for name in there if standing(load_claim(name), "toy", claim(name)) != "not testable here"]
+
+
+def counted(judged: Sequence[Judged]) -> str:
+    counts = Counter(one.verdict for one in judged)
+    return ", ".join(f"{counts[kind]} {kind}" for kind in ORDER if counts[kind])
+
+
+ORDER = "holds", "fails", "inconclusive", "too few seeds"
+
+
+def best_rates_table() -> str:
+    rows = []
+    for name in judged_at_toy():
+        found = best_of(name)
+        moved = ", ".join(f"`{row}`" for row in found.moved)
+        rows.append([f"`{name}`", counted(found.own), counted(found.best), moved])
+    columns = "statements at the claim's rate", "each row at its best rate", "rows with another best rate"
+    return table(["claim", *columns], rows)
+
+
+TABLES = {"best_rates": best_rates_table}
+
+
+def test_the_table_is_the_committed_one():
+    assert tables_of(PAGE)["best_rates"] == best_rates_table(), f"docs/claims.md should show:\n{best_rates_table()}"
