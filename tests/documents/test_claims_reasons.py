@@ -225,7 +225,7 @@ def test_what_is_said_of_figure_1_by_training():
     steep = {name: cell(by["lssar"], 16.0, NTK).minus(cell(by["lssar"], *HERE), 1.04) for name, by in pairs.items()}
     assert steep["as in the claim, 4e-3, eight seeds"].sure
     assert not steep[AT_BEST].sure
-    limit = f"1.04 times its loss at 1x by {shown(steep[AT_BEST], "+")}, inconclusive"
+    limit = f"1.04 times its loss at 1x by {shown(steep[AT_BEST], '+')}, inconclusive"
     assert limit in TEXT
     assert limit in page
     rises = {name: cell(by["lssar"], 16.0, NTK).minus(cell(by["lssar"], *HERE)) for name, by in pairs.items()}

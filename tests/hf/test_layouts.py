@@ -168,6 +168,10 @@ def test_a_mask_is_cut_to_the_kept_keys_in_compiled_code():
     nothing, windowed = torch.zeros_like(mask), torch.compile(adapter._windowed, fullgraph=True, backend="aot_eager")
     assert not cut(nothing, 1, 4, 4).any()
     assert not windowed(nothing.expand(-1, -1, 4, -1), 4, 3).any()
+    first = torch.arange(16) <= torch.tensor([-1, -1, 0, 1])[:, None]  # four rows that would stand at -2 to 1
+    for run, error in ((adapter._windowed, ValueError), (windowed, RuntimeError)):
+        with pytest.raises(error, match="window: got a mask of several queries"):
+            run(first[None, None], 4, 3)
 
 
 @pytest.mark.parametrize("hidden", [None, -math.inf], ids=["bool", "float"])

@@ -250,9 +250,9 @@ def _of_kept_keys(mask: Tensor, rows: int, keys: int, window: int) -> Tensor:
 
     Raises:
         ValueError: keys that the window sees are not there.
-        RuntimeError: no row sees the last key. So the mask does not end where the keys do, as one
-            that is longer than a static cache; or the new keys of all sequences are masked, which
-            looks the same. On a GPU CUDA's assertion fails.
+        RuntimeError: rows see keys, and none sees the last one. So the mask does not end where the
+            keys do, as one that is longer than a static cache; or the new keys of all sequences are
+            masked, which looks the same. On a GPU CUDA's assertion fails.
     """
     if mask.shape[-1] == 1:
         return mask.expand(*mask.shape[:-1], keys)
@@ -276,7 +276,8 @@ def _windowed(mask: Tensor, rows: int, window: int) -> Tensor:
 
     As many rows as columns stand at the same positions. In a cache the last row stands at the last
     key that is seen, and the others before it. Empty slots of a static cache, and padding after the
-    last key, do not count.
+    last key, do not count. Where no row sees a key, as in a chunk of padding, there is nothing to
+    place.
 
     Raises:
         ValueError: the mask of several rows in a cache does not say where they stand.
@@ -287,10 +288,11 @@ def _windowed(mask: Tensor, rows: int, window: int) -> Tensor:
     if rows != mask.shape[-1]:
         last = torch.where(visible, places, -1).amax(-1)  # [.., Lq]
         before = last.amax() - (rows - 1)
-        starts = torch.where(last >= 0, last - own, before)  # a row of padding sees nothing, and says nothing
+        starts = torch.where(last >= 0, last - own, before)  # a row that sees nothing says nothing
+        wrong = (starts.amax() > before) | ((last.amax() >= 0) & (before < 0))
         if rows > 1 and torch.compiler.is_compiling():  # compiled code looks when it runs
-            torch._assert_async(starts.amax() <= before, UNKNOWN_POSITIONS)
-        elif rows > 1 and starts.amax() > before:
+            torch._assert_async(~wrong, UNKNOWN_POSITIONS)
+        elif rows > 1 and wrong:
             raise ValueError(f"{UNKNOWN_POSITIONS}. {PAD_TOKEN}")
         own = own + before
     near = (places - own[:, None]).abs() < window

@@ -11,9 +11,10 @@ _NEVER = -1
 def keep_freed_memory() -> None:
     """Have glibc keep what is freed, in place of giving it back to the system.
 
-    By default glibc maps each block of more than 32 MiB afresh, such as the logits of 2,048 tokens
-    over a vocabulary of 4,096, and the system clears its pages every time. Memory that was used
-    once then stays with the process until it ends.
+    By default glibc maps each block of 32 MiB or more afresh, such as the logits of 2,048 tokens
+    over a vocabulary of 4,096, and the system clears its pages every time. With this, memory that
+    was used once stays with the process until it ends. So the commands and their workers call it,
+    and no function of the library does.
 
     Where the environment sets glibc's allocator (``MALLOC_...``, ``GLIBC_TUNABLES``) it is left as
     it is. Other C libraries have no such setting.

@@ -82,7 +82,7 @@ def generate(
     """
     if not temperature >= 0:
         raise UsageError(f"--temperature {temperature} is not a temperature", "give 0 or more")
-    models.prepare()
+    models.quiet()
     info = load_run(folder)
     data.refuse_without_text(load(folder / RECIPE))
     model = models.load(folder)

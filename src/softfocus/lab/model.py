@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import softfocus.hf
 from softfocus.lab import laser_ablation
-from softfocus.lab.allocator import keep_freed_memory
 from softfocus.lab.data import tokenizer
 from softfocus.lab.data.images import COLOURED, GRAY
 from softfocus.lab.data.speech import BLANK
@@ -318,13 +317,12 @@ def load_tokenizer(folder: Path) -> Any:
     return found
 
 
-def prepare() -> None:
-    """Prepare the process for models. Transformers' own progress bars and notices stay off the
-    terminal: the lab says what matters in its own words. Freed memory is kept.
+def quiet() -> None:
+    """Keep Transformers' own progress bars and notices off the terminal: the lab says what matters
+    in its own words.
     """
     from transformers.utils import logging as transformers_logging
 
-    keep_freed_memory()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("accelerate").setLevel(logging.ERROR)

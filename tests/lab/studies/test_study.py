@@ -4,12 +4,14 @@ Over 400 lines: the cases share two studies and what they make of made-up runs.
 """
 
 import io
+import math
 import re
 import shutil
 import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -17,6 +19,7 @@ from softfocus.lab import objective, progress
 from softfocus.lab.cli.options import seeds_of
 from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.evaluate.loss import evaluate
+from softfocus.lab.evaluate.means import difference
 from softfocus.lab.evaluate.recall import recall
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recipes.lengths import parse
@@ -25,6 +28,7 @@ from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.compare import compare
 from softfocus.lab.report.recall import recall_tables
 from softfocus.lab.report.recall_compare import RecallEntry, RecallReport, compare_recall, grouped
+from softfocus.lab.report.recall_finding import share_of
 from softfocus.lab.report.results import Report
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.files import RECIPE, RUN, load_run, save_measured, save_run
@@ -472,7 +476,7 @@ def test_recall_over_seeds_is_a_mean_with_its_standard_deviation(fabricate: Any,
 
 def test_recall_says_who_finds_more_and_whether_that_is_noise(fabricate: Any, tmp_path: Path) -> None:
     """Rows with three seeds each, by learning rate: two that find all, one far below with every
-    seed, one whose seeds differ too much. At 64 tokens one run lacks a row.
+    seed, one whose seeds differ too much. At 64 tokens the last one lacks a row.
     """
     shares = {1e-3: [1.0, 1.0, 1.0], 2e-3: [1.0, 1.0, 1.0], 3e-3: [0.2, 0.25, 0.3], 4e-3: [1.0, 0.1, 1.0]}
     runs = []
@@ -488,13 +492,67 @@ def test_recall_says_who_finds_more_and_whether_that_is_noise(fabricate: Any, tm
     near, far, *_means = report.finding.sentence.split(". ")
     first, second, third, fourth = (group.label for group in grouped(report.runs))
     assert near == f"At 1x (16 tokens) {first}, {second}, {third} and {fourth} find most, 0.500"
-    assert far == (
-        f"At 2x (32 tokens), more filler, {first} and {second} find most, 1.000; {third} finds 0.750 ± 0.029 fewer; "
-        f"inconclusive: {fourth} (-0.300 ± 0.300)"
+    of_sequences = math.hypot(*2 * [math.sqrt(0.1 * 0.9 / 8)])  # one of ten: eight sequences are alike, and two more
+    low, wide = (
+        math.hypot(of_sequences, statistics.stdev(1 - share for share in shares[rate]) / 3**0.5)
+        for rate in (3e-3, 4e-3)
     )
-    assert [one.verdict for one in report.finding.differences[3:]] == ["inconclusive", "inconclusive", "fewer"]
+    assert far == (
+        f"At 2x (32 tokens), more filler, {first} and {second} find most, 1.000; the share of {third} is smaller by "
+        f"0.750 ± {low:.3f}; inconclusive: {fourth} (-0.300 ± {wide:.3f})"
+    )
+    assert [one.verdict for one in report.finding.differences[3:]] == ["inconclusive", "inconclusive", "smaller"]
     assert all(one.paired_by_seed and one.training_noise for one in report.finding.differences)
     assert " ".join(far.split()) in " ".join(said(screen).split())
+
+
+def test_recall_compares_lengths_that_all_models_have_and_windows_that_have_them(
+    fabricate: Any, tmp_path: Path
+) -> None:
+    """One model was also measured with a window, at 32 tokens alone. Lengths below that of the
+    training are no longest ones.
+    """
+    first, second = (
+        recalled(fabricate, 0, (8, 8, 1.0), (16, 8, 1.0), (32, 8, 0.75)),
+        recalled(fabricate, 1, (8, 8, 0.5)),
+    )
+    rows = [row.model_copy(update={"window": 4, "accuracy": 0.25}) for row in first.recall.rows if row.length == 32]
+    first = first.model_copy(update={"recall": first.recall.model_copy(update={"rows": [*first.recall.rows, *rows]})})
+    second = second.model_copy(update={"recipe": second.recipe.replace("[train]", "[train]\nsteps = 7")})
+    told = []
+    for number, more in enumerate(([], [(16, 8, 0.5), (32, 8, 0.5)])):
+        other = recalled(fabricate, 1, (8, 8, 0.5), *more).model_copy(update={"recipe": second.recipe})
+        folders = written(tmp_path / str(number), first, other)
+        report = compare_recall(folders, tmp_path / f"out{number}", title="Two", console=console())
+        assert report.finding is not None
+        told.append(report.finding)
+        again = compare([tmp_path / f"out{number}" / "results.json"], tmp_path / f"again{number}", console=console())
+        assert isinstance(again, RecallReport)
+        assert again.finding == report.finding
+    assert told[0].sentence.startswith("Nothing can be said: the models share no length.")
+    assert [(one.length, one.label.endswith("window 4"), one.share) for one in told[1].differences] == [
+        (16, False, 0.5),
+        (32, False, 0.5),
+        (32, True, 0.25),
+    ]
+
+
+@pytest.mark.parametrize("count", [2, 8, 64])
+def test_equal_shares_are_rarely_found_different(count: int) -> None:
+    """Of two models that find each answer with the same chance, in sequences of one answer."""
+    numbers, found = np.random.default_rng(0), []
+    for chance in (0.5, 0.9, 0.99, 1.0):
+        wrong = 0
+        for _ in range(400):
+            sides = []
+            for _ in range(2):
+                right = numbers.random(count) < chance
+                error = float(right.std(ddof=1)) / count**0.5
+                row = RecallRow.model_construct(sequences=count, accuracy=float(right.mean()), standard_error=error)
+                sides.append([(0, share_of(row))])
+            wrong += difference(*sides).sure
+        found.append(wrong / 400)
+    assert max(found) < 0.07, found
 
 
 def test_recall_of_one_training_each_does_not_know_its_noise(fabricate: Any, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[
         "statements hold, and fails if one of them fails. A statement about losses holds or fails where the difference "
         "is significant at the 5 % level by Student's t, and is inconclusive otherwise. Where it makes several "
         "comparisons, Holm's correction decides whether one of them fails. "
-        "Of a claim that does not hold, brackets say how many of its statements do. "
+        "Where a claim of several statements fails or is inconclusive, brackets say how many of them hold. "
         f"With fewer than {SEEDS} seeds there is no verdict. "
         "A verdict at the scales `toy` and `small` is about models of that size, and not about the paper's. "
         "Noise alone decides up to one statement in twenty. Statements that share a row err together. "
@@ -156,9 +156,9 @@ def ledger(lines: Sequence[tuple[Claim, dict[Scale, Standing]]], found: Mapping[
     return "\n\n".join(parts) + "\n"
 
 
-def _held(claim: Claim, standing: Standing, results: Results | None) -> str:
+def _held(claim: Claim, verdict: Standing, results: Results | None) -> str:
     """How many of several statements hold, where some do not."""
-    if standing not in ("fails", "inconclusive") or results is None or len(claim.statements) < 2:
+    if verdict not in ("fails", "inconclusive") or results is None or len(claim.statements) < 2:
         return ""
     held = sum(one.verdict == "holds" for one in judge(claim, results))
     return f" ({held} of {len(claim.statements)} hold)"

@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from softfocus._version import __version__
+from softfocus.lab.allocator import keep_freed_memory
 from softfocus.lab.cli.about import build, doctor, mechanisms
 from softfocus.lab.cli.bench import bench
 from softfocus.lab.cli.claims import recipes, report, reproduce
@@ -51,11 +52,13 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand != "bench":  # it times what the allocator does by default
+        keep_freed_memory()
 
 
 _COMMANDS = (

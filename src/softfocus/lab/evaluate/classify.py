@@ -140,7 +140,7 @@ def classify(folder: Path, *, progress: Listener = silent) -> Classification:
         LabError: a run that is not finished or was trained on a task, an architecture that has no
             classifier in Transformers, too few documents, or a disk without room for checkpoints.
     """
-    models.prepare()
+    models.quiet()
     info, recipe = load_run(folder), load(folder / RECIPE)
     store = data.tokens(recipe, folder, info, progress)
     length = min(LONGEST, info.train_length)
@@ -203,7 +203,7 @@ def classify_labelled(
             `softfocus.lab.data.labelled.read` refuses, a labelled.json that cannot be read, or a
             disk without room for checkpoints.
     """
-    models.prepare()
+    models.quiet()
     info, recipe = load_run(folder), load(folder / RECIPE)
     data.refuse_without_text(recipe)
     tokenizer = models.load_tokenizer(folder)

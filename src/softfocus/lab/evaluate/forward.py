@@ -34,7 +34,7 @@ def open_run(folder: Path, longest: int, remedy: str, window: int | None = None)
     Raises:
         LabError: a run that is not finished, or too few positions.
     """
-    models.prepare()
+    models.quiet()
     info, recipe, config = load_run(folder), load(folder / RECIPE), models.load_config(folder)
     models.check_positions(config, longest, remedy)
     if window is not None:

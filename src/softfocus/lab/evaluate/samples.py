@@ -44,7 +44,7 @@ def evaluate_samples(
     Raises:
         LabError: a run that is not finished, or data that are no longer those of its training.
     """
-    models.prepare()
+    models.quiet()
     info, recipe = load_run(folder), load(folder / RECIPE)
     if tokens is not None:
         recipe = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"tokens": tokens})})

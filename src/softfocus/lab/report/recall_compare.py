@@ -12,12 +12,12 @@ from pydantic import Field
 from rich.console import Console
 
 from softfocus.lab.errors import LabError
-from softfocus.lab.evaluate.means import Mean, Runs
+from softfocus.lab.evaluate.means import Runs
 from softfocus.lab.progress import say
 from softfocus.lab.report.curves import Line, Panel, Point, curve_table, save_curves
 from softfocus.lab.report.points import count_text, labels, of_seeds, without_seed
 from softfocus.lab.report.recall import BLIND
-from softfocus.lab.report.recall_finding import Asked, RecallFinding, recall_finding
+from softfocus.lab.report.recall_finding import Asked, RecallFinding, recall_finding, share_of
 from softfocus.lab.report.results import (
     FIGURE,
     RESULTS,
@@ -84,7 +84,7 @@ class RecallGroup:
         """The share of right answers of each run at one length, with its error over sequences."""
         place = length, grown, window
         return [
-            (entry.info.seed, Mean(row.accuracy, row.standard_error, freedom=max(row.sequences - 1, 1)))
+            (entry.info.seed, share_of(row))
             for entry in self.entries
             for row in entry.recall.shown
             if row.place == place
@@ -173,7 +173,7 @@ def compare_recall(
             heading = f"Right answers, lengthened by {name}; chance is {first.rows[0].chance_text}"
             console.print(curve_table(heading, "", lines, heads))
             panels.append(Panel(f"sequence length (tokens), {name}", "share of right answers", lines, chance))
-    if report.finding and report.finding.sentence:
+    if report.finding:
         say(console, report.finding.sentence, wrap=True)
     for note in report.notes:
         say(console, f"Note: {note}", wrap=True)
@@ -206,18 +206,28 @@ def _windowed(name: str, window: int | None) -> str:
 
 
 def _finding(groups: Sequence[RecallGroup]) -> RecallFinding:
-    """At the training length, and at the longest length of either kind that all rows share."""
+    """At the training length, and at the longest length of either kind, of those that all groups
+    have as trained. Windows are compared where they have the length.
+    """
     asked: list[Asked] = []
     near = groups[0].entries[0].recall.train_length
     for grown, kind in _PANELS:
-        rows = [(group, window, group.points(grown, window)) for group in groups for window in group.windows]
-        rows = [row for row in rows if row[2]]
-        shared = set.intersection(*({int(point.at) for point in points} for *_, points in rows)) if rows else set()
+        lengths = {
+            (group.label, window): {int(point.at) for point in group.points(grown, window)}
+            for group in groups
+            for window in group.windows
+        }
+        shared = set.intersection(*(lengths.get((group.label, None), set()) for group in groups))
         # At the training length the two kinds are the same sequences
-        chosen = sorted(shared & {near} if not asked else ()) + sorted(shared - {near})[-1:]
-        for length in chosen:
+        first = [near] if near in shared and near not in {one.length for one in asked} else []
+        for length in first + [one for one in sorted(shared)[-1:] if one > near]:
             name = f"{length / near:g}x ({length:,} tokens)"
-            shares = {_windowed(group.label, window): group.shares(length, grown, window) for group, window, _ in rows}
+            shares = {
+                _windowed(group.label, window): group.shares(length, grown, window)
+                for group in groups
+                for window in group.windows
+                if length in lengths[group.label, window]
+            }
             asked.append(Asked(length, grown, name if length == near else f"{name}, {kind},", shares))
     return recall_finding(asked)
 

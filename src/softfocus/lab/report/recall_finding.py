@@ -2,14 +2,26 @@
 than noise.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from softfocus.lab.evaluate.means import Runs, difference, estimate
-from softfocus.lab.run_folder.results import Record
+from softfocus.lab.evaluate.means import Mean, Runs, difference, estimate
+from softfocus.lab.run_folder.results import RecallRow, Record
 
 _NAMED = 4  # rows that a sentence still can name
+
+
+def share_of(row: RecallRow) -> Mean:
+    """The share of right answers, with its error over sequences.
+
+    Where all sequences have the same share, most often 1, they show no error. It is then that of
+    one other sequence among two more (Laplace's rule of succession).
+    """
+    count = row.sequences
+    error = row.standard_error or math.sqrt(1 / (count + 2) * (1 - 1 / (count + 2)) / count)
+    return Mean(row.accuracy, error, freedom=max(count - 1, 1))
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,7 @@ class RecallDifference(Record):
     training_noise: bool
     """Whether the standard error holds the noise of training, which takes several seeds of both."""
     paired_by_seed: bool
-    verdict: Literal["fewer", "inconclusive"]
+    verdict: Literal["smaller", "inconclusive"]
     """"inconclusive" where noise alone may have made the difference (`Estimate.sure`)."""
 
 
@@ -56,6 +68,9 @@ class RecallFinding(Record):
 
 def recall_finding(asked: Sequence[Asked]) -> RecallFinding:
     """Compare rows with the one that finds the most, at each of these lengths."""
+    if not asked:
+        reason = "the models share no length. Measure all at the same lengths: `softfocus recall RUN --lengths LIST`."
+        return RecallFinding(sentence=f"Nothing can be said: {reason}", differences=[])
     sentences: list[str] = []
     differences: list[RecallDifference] = []
     for one in asked:
@@ -86,13 +101,13 @@ def _difference(asked: Asked, label: str, most: str, means: Mapping[str, float])
         standard_error=found.standard_error,
         training_noise=found.training_noise,
         paired_by_seed=found.by_seed,
-        verdict="fewer" if found.sure else "inconclusive",
+        verdict="smaller" if found.sure else "inconclusive",
     )
 
 
 def _sentence(asked: Asked, most: str, share: float, others: Sequence[RecallDifference]) -> str:
-    """At 16x (1,024 tokens), more filler, LSSAR finds most, 0.998; softmax finds 0.840 ± 0.012
-    fewer; inconclusive: LASER (-0.002 ± 0.003).
+    """At 16x (1,024 tokens), more filler, LSSAR finds most, 0.998; the share of softmax is smaller
+    by 0.840 ± 0.012; inconclusive: LASER (-0.002 ± 0.003).
     """
     equal = [one.label for one in others if one.difference == 0]
     apart = [one for one in others if one.difference != 0]
@@ -100,24 +115,23 @@ def _sentence(asked: Asked, most: str, share: float, others: Sequence[RecallDiff
     more = [f"{1 + len(equal) - len(named)} more"] if len(named) < 1 + len(equal) else []
     verb = "find" if len(named) > 1 else "finds"
     clauses = [f"At {asked.name} {_listed([*named, *more])} {verb} {'most, ' if others else ''}{share:.3f}"]
-    shown = apart[:_NAMED]
-    decided = [
-        f"{one.label} finds {-one.difference:.3f} ± {one.standard_error:.3f} fewer"
-        for one in shown
-        if one.verdict == "fewer"
-    ]
-    unsure = [
-        f"{one.label} ({one.difference:+.3f} ± {one.standard_error:.3f})"
-        for one in shown
-        if one.verdict == "inconclusive"
-    ]
-    for prefix, texts in (("", decided), ("inconclusive: ", unsure)):
+    decided = [one for one in apart if one.verdict == "smaller"]
+    unsure = [one for one in apart if one.verdict == "inconclusive"]
+    smaller = [f"the share of {one.label} is smaller by {_apart(-one.difference, one)}" for one in decided[:_NAMED]]
+    noise = [f"{one.label} ({_apart(one.difference, one)})" for one in unsure[:_NAMED]]
+    hidden = len(apart) - len(smaller) - len(noise)
+    for prefix, texts in (("", smaller), ("inconclusive: ", noise)):
         if texts:
             clauses.append(prefix + _listed(texts))
-    if len(apart) > _NAMED:
-        clauses.append(f"for {len(apart) - _NAMED} more see the results")
+    if hidden:
+        clauses.append(f"for {hidden} more see the results")
     return "; ".join(clauses) + "."
 
 
 def _listed(texts: Sequence[str]) -> str:
     return ", ".join([*texts[:-2], " and ".join(texts[-2:])])
+
+
+def _apart(value: float, one: RecallDifference) -> str:
+    error = "unknown" if math.isnan(one.standard_error) else f"{one.standard_error:.3f}"
+    return f"{value:{'+' if value < 0 else ''}.3f} ± {error}"

@@ -98,7 +98,7 @@ def _trial(recipe: Recipe, threads: int, processes: int, listener: Listener = si
     from softfocus.lab import objective
     from softfocus.lab.data import of_recipe as data
 
-    models.prepare()
+    models.quiet()
     source = data.load(recipe, listener)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     before = torch.get_num_threads()

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from softfocus.lab.allocator import keep_freed_memory
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recipes.recipe import Recipe
@@ -57,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="train again what is there")
     options = parser.parse_args(arguments)
     out = _own_stdout()
+    keep_freed_memory()
     try:
         options.folder.parent.mkdir(parents=True, exist_ok=True)
         if _is_first() and (options.folder / LOCK).exists():

@@ -88,7 +88,7 @@ def train(
             all checkpoints are damaged, training has diverged, the disk or the device's memory is
             full, another process is gone, or the run was interrupted (its checkpoint is kept).
     """
-    models.prepare()
+    models.quiet()
     models.check(recipe)  # a corpus may take hours to prepare
     state = processes.start()
     _refuse_foreign(folder)
