@@ -4,7 +4,6 @@ backend.
 On a GPU where there is one, elsewhere under Triton's interpreter.
 """
 
-import os
 import warnings
 from dataclasses import replace
 from itertools import product
@@ -20,6 +19,8 @@ from softfocus.functional import validated_call
 from softfocus.testing import CASES
 
 pytest.importorskip("triton", reason="Triton is not installed")
+from triton import knobs
+
 from softfocus.backends.triton import call as triton_call
 from softfocus.backends.triton import inputs, variants
 from softfocus.backends.triton.call import splits_of
@@ -128,9 +129,8 @@ def test_right_kernels_raise_no_alarm_anywhere(case, name, dtype, monkeypatch):
 
 
 def raises_no_alarm(case, name, dtype, monkeypatch):
-    if dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1":
-        # The interpreter truncates to bfloat16: twice the largest error of rounding to nearest
-        monkeypatch.setattr(checked, "ULP_LIMIT", 2 * checked.ULP_LIMIT)
+    if dtype == torch.bfloat16 and knobs.runtime.interpret:
+        monkeypatch.setattr(checked, "ROUNDING", 1.0)  # the interpreter truncates to bfloat16
     case = next(one for one in CASES if one.name == case)
     case = replace(case, query_length=min(case.query_length, 20), key_length=min(case.key_length, 20))
     arguments = case.arguments(named(name), dtype, device=DEVICE)

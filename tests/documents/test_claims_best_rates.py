@@ -13,6 +13,7 @@ from typing import NamedTuple
 from softfocus.lab.claims.claim import load as load_claim
 from softfocus.lab.claims.claim import shipped
 from softfocus.lab.claims.page import standing
+from softfocus.lab.claims.parts import together
 from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.claims.results import read as read_claim
 from softfocus.lab.claims.verdict import Judged, judge
@@ -53,10 +54,12 @@ def swept_runs() -> Iterator[Run]:
 
 @cache
 def swept() -> dict[str, Rates]:
-    """The same, by row. A training that diverged has no recipe in a comparison, and is left out."""
+    """The same, by row: the first of each seed. A training that diverged has no recipe in a
+    comparison, and is left out.
+    """
     found: dict[str, Rates] = defaultdict(lambda: defaultdict(dict))
     for run in swept_runs():
-        found[run.row][rate_of(run)][run.info.seed] = run
+        found[run.row][rate_of(run)].setdefault(run.info.seed, run)
     return found
 
 
@@ -122,6 +125,29 @@ def best_rates_table() -> str:
         rows.append([f"`{name}`", counted(found.own), counted(found.best), moved])
     columns = "statements at the claim's rate", "each row at its best rate", "rows with another best rate"
     return table(["claim", *columns], rows)
+
+
+def verdict(judged: Sequence[Judged]) -> str:
+    return together([one.verdict for one in judged])
+
+
+def test_what_is_said_of_verdicts_at_the_best_rates():
+    found = {name: best_of(name) for name in judged_at_toy()}
+    decided = {name: both for name, both in found.items() if verdict(both.own) in ("holds", "fails")}
+    moved = {name: verdict(both.best) for name, both in decided.items() if verdict(both.best) != verdict(both.own)}
+    kept = len(decided) - len(moved)
+    assert f"**Of {len(decided)} verdicts that are decided at the claims' rates {kept} are the same" in TEXT
+    assert {name for name, one in moved.items() if one == "inconclusive"} == INCONCLUSIVE
+    assert {name for name, one in moved.items() if one == "too few seeds"} == TOO_FEW
+    assert not {name for name, one in moved.items() if one in ("holds", "fails")}, "none is turned round"
+    newly = {name for name, both in found.items() if name not in decided and verdict(both.best) in ("holds", "fails")}
+    assert newly == DECIDED
+    single = {name: both.single for name, both in found.items() if both.single}
+    assert single.keys() == {"laser-no-shift", "laser-temperature"}
+
+
+INCONCLUSIVE, TOO_FEW, DECIDED = {"laser-bert"}, {"softplus-figure-2-softmax", "softplus-table-2"}, set()
+"""Claims that are decided at their own rates and not at the best ones; and the other way round."""
 
 
 TABLES = {"best_rates": best_rates_table}

@@ -42,6 +42,8 @@ ULP_LIMIT = 4.0
 was summed.
 """
 
+ROUNDING = 0.5
+"""The error of a number that is rounded to the dtype, in units in the last place: to nearest."""
 TINY = 1e-30
 """Keeps a division by a zero norm finite."""
 MAX_KINDS = 4096  # unmeasured
@@ -201,9 +203,9 @@ def _sizes_of_sums(part: Call, grad: Tensor) -> dict[str, float]:
     The gradients themselves may cancel to nothing, and their size then says nothing about their
     rounding. The kernels round every dL/ds by up to half a unit in the last place before they
     multiply it with keys and queries. For query and key the sums are therefore scaled so that
-    ULP_LIMIT eps size is half a unit in the last place (eps) of the sum.
+    ULP_LIMIT eps size is ROUNDING units in the last place (eps) of the sum.
     """
-    half = 0.5 / ULP_LIMIT
+    rounding = ROUNDING / ULP_LIMIT
     double = _in_double(part)
     query, key = double.query, double.key.repeat_interleave(part.query.size(1) // part.key.size(1), 1)
     shape = (*query.shape[:3], key.size(2))
@@ -226,8 +228,8 @@ def _sizes_of_sums(part: Call, grad: Tensor) -> dict[str, float]:
     if double.head_scale is not None:
         scale *= float(double.head_scale.abs().max())
     return {
-        "query": scale * _largest(query_terms) * half,
-        "key": scale * _largest(key_terms) * half,
+        "query": scale * _largest(query_terms) * rounding,
+        "key": scale * _largest(key_terms) * rounding,
         "bias": 0.0 if part.bias is None else _largest(terms.sum_to_size(part.bias.shape)),
         "head_scale": _largest(terms.sum((0, 2, 3))) * largest,
     }
