@@ -15,6 +15,7 @@ import pytest
 
 from softfocus.lab.claims import claim as claims
 from softfocus.lab.recipes.recipe import Recipe
+from softfocus.lab.report.recall_compare import RecallReport, grouped
 from softfocus.lab.report.results import Report, read_as
 from softfocus.lab.report.table import loss_table
 from softfocus.lab.studies import study
@@ -30,7 +31,9 @@ DIFFERENT = "The models read different text, so a difference may be that of the 
 @pytest.mark.parametrize("path", COMPARED, ids=lambda path: path.parent.relative_to(RESULTS).as_posix())
 def test_every_committed_comparison_can_be_read(path):
     held = json.loads(path.read_text())
-    if "finding" in held and "recall" not in held["runs"][0]:
+    if "notes" in held and "recall" in held["runs"][0]:
+        assert grouped(read_as(RecallReport, path).runs)
+    elif "finding" in held:
         report = read_as(Report, path)
         lengths = {one.train_length for one in report.evaluations}
         said = report.finding.sentence.removeprefix(DIFFERENT)
