@@ -172,6 +172,7 @@ LAB = [
     "recipes",
     "progress",
     "run_folder",
+    "allocator",
     "errors",
 ]
 
