@@ -167,6 +167,7 @@ LAB = [
     "train",
     "objective",
     "model",
+    "architectures",
     "laser_ablation",
     "data",
     "recipes",

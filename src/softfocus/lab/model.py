@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import softfocus.hf
-from softfocus.lab import laser_ablation
+from softfocus.lab import architectures, laser_ablation
 from softfocus.lab.data import tokenizer
 from softfocus.lab.data.images import COLOURED, GRAY
 from softfocus.lab.data.speech import BLANK
@@ -87,6 +87,7 @@ def build_config(recipe: Recipe, vocabulary: int, end: int | None = None) -> Any
     """The Transformers configuration of a recipe, without a mechanism yet."""
     from transformers import CONFIG_MAPPING
 
+    architectures.register()
     architecture = recipe.model.architecture
     if architecture not in CONFIG_MAPPING:
         guess = did_you_mean(architecture, CONFIG_MAPPING.keys(), "it is a model_type such as gpt_neox or llama")
@@ -285,6 +286,7 @@ def load_config(folder: Path) -> Any:
     """The configuration of a run's model, with its mechanism."""
     from transformers import AutoConfig
 
+    architectures.register()
     if not (folder / MODEL / "config.json").is_file():
         raise LabError(f"the run {folder} has no model", _retrain_remedy(folder))
     try:
