@@ -94,7 +94,8 @@ def test_rows_of_one_name_are_the_same_in_every_claim() -> None:
     for name in claims.shipped():
         claim = claims.load(name)
         for row, changes in claim.rows.items():
-            trained = {key: value for key, value in changes.items() if key != "evaluate"} | {"bases": claim.bases}
+            own = changes.get("base", claim.bases)
+            trained = {key: value for key, value in changes.items() if key not in ("evaluate", "base")} | {"bases": own}
             assert seen.setdefault(row, trained) == trained, f"{row} in {name}"
     assert len({str(sorted(row.items())) for row in seen.values()}) == len(seen)
 
@@ -677,6 +678,17 @@ def test_results_read_back_equal(made: Any, tmp_path: Path) -> None:
         read_results(tmp_path / "gone.json")
 
 
+def test_a_row_may_change_a_recipe_of_its_own(made: Any) -> None:
+    text = CLAIM.replace("b = {", 'b = { base = { toy = "toy-t6", small = "small-t6", gpt2 = "gpt2-124m-t6" },')
+    claim = parse("x", text)
+    found = claims.recipes(claim, "toy", [0, 1], ["train.steps=50"])
+    assert [(one.name, one.model.architecture, one.train.steps) for one in found] == [
+        (f"{row}-s{seed}", architecture, 50) for seed in (0, 1) for row, architecture in (("a", "gpt_neox"), ("b", "t6"))
+    ]
+    shown = page.page(claim, {"toy": made(a=[[1.0]] * 3, b=[[2.0]] * 3)})
+    assert "on the recipes `toy`, `toy-t6` (" in " ".join(shown.split())
+
+
 def test_a_page_of_what_is_measured_sample_by_sample(made: Any, tmp_path: Path) -> None:
     """Loss and error rate stand in tables of their own, and a statement may be about either."""
     text = LOWER + '\nsetting = "error rate"'
@@ -1226,6 +1238,8 @@ def test_where_fineweb_is_missing_the_error_fetches_it(tmp_path: Path, monkeypat
         (CLAIM.replace('kind = "lower"', 'kind = "lowest"'), "statements.0: Input tag 'lowest'"),
         (CLAIM.replace('than = "a"\n[[', 'than = "a"\nat = "far"\n[['), "should match pattern"),
         (CLAIM.split("[[")[0], "there is nothing to judge"),
+        (CLAIM.replace("b = {", 'b = { base = "toy-t6",'), "rows.b.base must name a recipe for each of the scales toy"),
+        (CLAIM.replace("b = {", 'b = { base = { toy = "toy-t6" },'), "for each of the scales toy, small, gpt2"),
         (CLAIM + '[paper]\ncolumns = ["1x"]\nrows = { a = [1.0, 2.0] }', "'a' has 2 cells for 1 columns"),
     ],
 )

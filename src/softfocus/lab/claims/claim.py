@@ -185,7 +185,10 @@ class Claim(Table):
     paper: Reported | None = Field(default=None, description="its numbers")
     notes: list[str] = Field(default=[], description="what differs from the paper, or is not known of it")
     bases: dict[Scale, str] = Field(default={}, description="scale -> the recipe that the rows change, if not BASES'")
-    rows: dict[str, dict[str, Any]] = Field(default={}, description="name -> keys of the recipe that it changes")
+    rows: dict[str, dict[str, Any]] = Field(
+        default={},
+        description="name -> keys of the recipe that it changes; base = {scale -> another recipe to change}",
+    )
     statements: list[Statement] = Field(default=[])
     away: dict[Scale, str] = Field(default={}, description="scale -> why this project cannot run it, though you may")
     untestable: dict[Scale, str] = Field(
@@ -203,6 +206,9 @@ class Claim(Table):
                 raise ValueError(f"statement {statement.says!r}: there are no other rows")
             if unknown := [name for name in (*rows, *others) if name not in (*self.rows, "*")]:
                 raise ValueError(f"statement {statement.says!r}: there is no row {unknown[0]!r}")
+        for name, row in self.rows.items():
+            if "base" in row and (not isinstance(row["base"], dict) or set(row["base"]) != set(self.scales)):
+                raise ValueError(f"rows.{name}.base must name a recipe for each of the scales {', '.join(self.scales)}")
         if not self.statements and set(self.untestable) != set(SCALES):
             raise ValueError("there is nothing to judge: give statements, or say at every scale why it is untestable")
         return self
@@ -213,8 +219,15 @@ class Claim(Table):
         return tuple(scale for scale in SCALES if self.rows and scale not in self.untestable)
 
     def base(self, scale: Scale) -> str:
-        """The recipe that its rows change."""
+        """The recipe that its rows change, unless they name another."""
         return self.bases.get(scale, BASES[scale])
+
+    def rows_at(self, scale: Scale) -> dict[str, dict[str, Any]]:
+        """Its rows, as a study has them: each with the recipe that it changes."""
+        return {
+            name: row | {"base": row["base"][scale] if "base" in row else self.base(scale)}
+            for name, row in self.rows.items()
+        }
 
     @property
     def exact(self) -> bool:
@@ -285,7 +298,7 @@ def recipes(claim: Claim, scale: Scale, seeds: Sequence[int], overrides: Sequenc
         raise UsageError(f"{claim.name} cannot be run at the scale {scale}: {why}", elsewhere)
     common = _common(claim, scale, overrides)
     return study.recipes(
-        study.Study(title=claim.title, base=claim.base(scale), common=common, rows=claim.rows), seeds=seeds
+        study.Study(title=claim.title, base=claim.base(scale), common=common, rows=claim.rows_at(scale)), seeds=seeds
     )
 
 

@@ -167,11 +167,12 @@ def _runs(claim: Claim, scale: Scale, results: Results) -> str:
     trained = f"{_each(f'{count / 1e6:.2f}' for count in counts)} M training {parts_of(results.runs[0].recipe)}"
     seeds = sorted({info.seed for info in infos})
     numbered = f"{'seeds' if len(seeds) > 1 else 'seed'} {_each(map(str, seeds))}"
-    base = f"`{claim.base(scale)}`"
+    names = [f"`{base}`" for base in dict.fromkeys(row["base"] for row in claim.rows_at(scale).values())]
+    base = f"recipe{'s' if names[1:] else ''} {_each(names)}"
     if results.overrides:
         base += f" with {_each(f'`{override}`' for override in results.overrides)}"
     return (
-        f"What was run: {len(infos)} trainings of {count_of(len(results.rows), 'row')} on the recipe {base} "
+        f"What was run: {len(infos)} trainings of {count_of(len(results.rows), 'row')} on the {base} "
         f"({size} M parameters, {trained}), {numbered}; "
         f"commit {_each(commits)}; torch {_each(torch)}; {_each(machines)}."
     )
