@@ -683,7 +683,9 @@ def test_a_row_may_change_a_recipe_of_its_own(made: Any) -> None:
     claim = parse("x", text)
     found = claims.recipes(claim, "toy", [0, 1], ["train.steps=50"])
     assert [(one.name, one.model.architecture, one.train.steps) for one in found] == [
-        (f"{row}-s{seed}", architecture, 50) for seed in (0, 1) for row, architecture in (("a", "gpt_neox"), ("b", "t6"))
+        (f"{row}-s{seed}", architecture, 50)
+        for seed in (0, 1)
+        for row, architecture in (("a", "gpt_neox"), ("b", "t6"))
     ]
     shown = page.page(claim, {"toy": made(a=[[1.0]] * 3, b=[[2.0]] * 3)})
     assert "on the recipes `toy`, `toy-t6` (" in " ".join(shown.split())
