@@ -2,6 +2,8 @@
 made the results are there.
 """
 
+import ast
+import importlib
 import json
 import re
 import subprocess
@@ -232,3 +234,40 @@ def test_committed_results_are_of_clean_commits() -> None:
         if re.search(r'"commit": "[^"]*\+dirty"|"dirty": true', text):
             unclean.add(path.relative_to(RESULTS).as_posix())
     assert unclean == UNCLEAN
+
+
+SCRIPTS = sorted(RESULTS.rglob("*.py"))
+
+
+def unknown_names(text: str) -> list[str]:
+    """What a script takes from softfocus, and softfocus has not."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "softfocus":
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                if not hasattr(module, alias.name) and not is_module(whole):
+                    found.append(whole)
+    return found
+
+
+def is_module(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.relative_to(RESULTS).as_posix())
+def test_a_script_takes_names_that_exist(path):
+    assert unknown_names(path.read_text()) == []
+
+
+def test_a_name_that_is_gone_would_be_noticed():
+    assert len(SCRIPTS) > 5
+    assert unknown_names("from softfocus.lab import model, models\nfrom softfocus.lab.errors import LabErrors") == [
+        "softfocus.lab.models",
+        "softfocus.lab.errors.LabErrors",
+    ]
