@@ -898,12 +898,30 @@ def test_earlier_runs_are_not_trained_again(two: Claim, tmp_path: Path, monkeypa
         reproduce("two", second, seeds=3, earlier=first / PUBLISHED, console=console())
 
 
+@pytest.mark.long
+def test_rows_that_claims_share_are_taken_from_either(two: Claim, tmp_path: Path, monkeypatch: Any) -> None:
+    """From the claim's own results first, and a row as a whole from one of them."""
+    for recipe in recipes(two, "toy", [0]):
+        finish(recipe, tmp_path / "first")
+    before = reproduce("two", tmp_path / "first", seeds=1, console=console())
+    assert before is not None
+    known = {"two": two, "other": parse("other", CLAIM.replace("b = {", "c = {").replace('"b"', '"c"'))}
+    monkeypatch.setattr(claims, "shipped", lambda: list(known))
+    monkeypatch.setattr(claims, "load", known.__getitem__)
+    found = earlier_runs.runs(
+        known["other"], "toy", recipes(known["other"], "toy", [0]), tmp_path / "first" / PUBLISHED
+    )
+    assert {name: json_text(run) for name, run in found.items()} == {"a-s0": json_text(before.runs[0])}
+    assert earlier_runs.names(known["other"], "toy", tmp_path / "first" / PUBLISHED) == ["a-s0"]
+
+
 def test_a_folder_without_earlier_runs_is_named(two: Claim, tmp_path: Path) -> None:
     """By the option, with what it takes."""
     takes = r"; name one that holds CLAIM/SCALE/results\.json, as docs/results/claims does, or leave --from out$"
     with pytest.raises(LabError, match=f"^--from: there is no folder {tmp_path / 'nope'}{takes}"):
         reproduce("two", tmp_path / "out", earlier=tmp_path / "nope", console=console())
-    with pytest.raises(LabError, match=rf"^--from: {tmp_path} holds no two/toy/results\.json{takes}"):
+    nothing = r"holds no two/toy/results\.json, and no results of a claim that shares its rows"
+    with pytest.raises(LabError, match=rf"^--from: {tmp_path} {nothing}{takes}"):
         reproduce("two", tmp_path / "out", earlier=tmp_path, console=console())
 
 

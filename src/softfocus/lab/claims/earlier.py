@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from softfocus.lab.claims import claim as claims
 from softfocus.lab.claims import results as outcomes
 from softfocus.lab.claims.claim import Claim, Scale, recipes
 from softfocus.lab.claims.results import RESULTS, Results, Run
@@ -21,6 +22,7 @@ from softfocus.lab.run_folder.provenance import without_folders
 
 def runs(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path) -> dict[str, Run]:
     """Those of a plan's runs that stand in FOLDER/CLAIM/SCALE/results.json already, by their names.
+    Rows that the claim's own results lack are looked for in those of claims that share them.
 
     Args:
         claim: whose rows they are.
@@ -31,12 +33,12 @@ def runs(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path) -> di
     Raises:
         LabError: no such folder or results, or some that another recipe or other data gave.
     """
-    place, results = _published(claim, scale, folder)
-    there = {f"{run.row}-s{run.info.seed}": run for run in results.runs}
+    there = _published(claim, scale, folder)
     found, keys = {}, {}
     for recipe in plan:
-        if (run := there.get(recipe.name)) is None:
+        if recipe.name not in there:
             continue
+        place, results, run = there[recipe.name]
         if differing := _differing(run, recipe):
             what = f"the run {recipe.name} of {place} has another recipe: {', '.join(differing)}"
             same = "".join(f" --set {shlex.quote(override)}" for override in results.overrides)
@@ -55,18 +57,30 @@ def runs(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path) -> di
 
 
 def names(claim: Claim, scale: Scale, folder: Path) -> list[str]:
-    """Of all runs in FOLDER/CLAIM/SCALE/results.json: "ROW-sSEED"."""
-    return [f"{run.row}-s{run.info.seed}" for run in _published(claim, scale, folder)[1].runs]
+    """Of all runs that :func:`runs` can find: "ROW-sSEED"."""
+    return list(_published(claim, scale, folder))
 
 
-def _published(claim: Claim, scale: Scale, folder: Path) -> tuple[Path, Results]:
-    place = folder / claim.name / scale / RESULTS
+def _published(claim: Claim, scale: Scale, folder: Path) -> dict[str, tuple[Path, Results, Run]]:
+    """By "ROW-sSEED": the file, what it holds, and the run."""
     remedy = "name one that holds CLAIM/SCALE/results.json, as docs/results/claims does, or leave --from out"
     if not folder.is_dir():
         raise LabError(f"--from: there is no folder {folder}", remedy)
-    if not place.exists():
-        raise LabError(f"--from: {folder} holds no {place.relative_to(folder)}", remedy)
-    return place, outcomes.read(place)
+    found: dict[str, tuple[Path, Results, Run]] = {}
+    left = set(claim.rows)
+    others = [claims.load(name) for name in claims.shipped() if name != claim.name]
+    for one in (claim, *others):
+        place = folder / one.name / scale / RESULTS
+        shared = left & one.rows.keys()
+        if shared and place.exists():
+            results = outcomes.read(place)
+            of_rows = [run for run in results.runs if run.row in shared]
+            found |= {f"{run.row}-s{run.info.seed}": (place, results, run) for run in of_rows}
+            left -= {run.row for run in of_rows}
+    if not found:
+        what = f"{claim.name}/{scale}/{RESULTS}, and no results of a claim that shares its rows"
+        raise LabError(f"--from: {folder} holds no {what}", remedy)
+    return found
 
 
 def changes(claim: Claim, scale: Scale, results: Results) -> list[str]:
