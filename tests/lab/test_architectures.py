@@ -17,7 +17,7 @@ from softfocus.lab import model as models
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.train.run import train
 
-VIT, LLAMA = ("vit-toy", "model.architecture=vit_qk_norm"), ("toy-llama", "model.architecture=llama_query_scale")
+VIT, LLAMA = ("vit-toy", "model.architecture=vit_qk_layer_norm"), ("toy-llama", "model.architecture=llama_query_scale")
 
 
 def disturbed(model: Any) -> Any:
@@ -78,7 +78,7 @@ def test_scaled_queries_are_those_of_a_llama_whose_projection_has_the_factors() 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", [VIT, LLAMA], ids=["vit_qk_norm", "llama_query_scale"])
+@pytest.mark.parametrize("recipe", [VIT, LLAMA], ids=["vit_qk_layer_norm", "llama_query_scale"])
 def test_a_run_keeps_what_it_learned(recipe: tuple[str, str], tmp_path: Path) -> None:
     steps = ["train.steps=2", "train.warmup=1", "train.checkpoint_every=2", "train.batch=4", "evaluate.tokens=512"]
     changes = [recipe[1], "model.mechanism=laser", *steps]

@@ -1,9 +1,9 @@
 """Architectures that claims of the LASER paper need and Transformers lacks.
 
-``vit_qk_norm`` is ViT whose heads normalise queries and keys by LayerNorm, as in arXiv 2302.05442
-(ViT-22B). ``llama_query_scale`` is Llama with a learned scale for each dimension of the queries, as
-AlgoPerf's Conformer has it. Both keep their weights in the projections, so that Transformers saves
-and loads them.
+``vit_qk_layer_norm`` is ViT whose heads normalise queries and keys by LayerNorm.
+``llama_query_scale`` is Llama with a learned scale for each dimension of the queries, as AlgoPerf's
+Conformer has it. Both add modules to the projections, so that the forward passes stay those of
+Transformers.
 """
 
 import math
@@ -49,18 +49,18 @@ class QueryScale(nn.Module):
         return (projected.unflatten(-1, (-1, self.s.numel())) * factors).flatten(-2)
 
 
-class ViTQKNormConfig(ViTConfig):
+class ViTQKLayerNormConfig(ViTConfig):
     """ViT's configuration."""
 
-    model_type = "vit_qk_norm"
+    model_type = "vit_qk_layer_norm"
 
 
-class ViTQKNormForImageClassification(ViTForImageClassification):
+class ViTQKLayerNormForImageClassification(ViTForImageClassification):
     """ViT's classifier, whose heads normalise queries and keys by LayerNorm."""
 
-    config_class = ViTQKNormConfig
+    config_class = ViTQKLayerNormConfig
 
-    def __init__(self, config: ViTQKNormConfig):
+    def __init__(self, config: ViTQKLayerNormConfig):
         super().__init__(config)
         for module in attention_modules(self):
             for name in ("q_proj", "k_proj"):
@@ -90,7 +90,7 @@ class LlamaQueryScaleForCausalLM(LlamaForCausalLM):
 def register() -> None:
     """Make both known to Transformers' Auto classes."""
     models: tuple[tuple[Any, Any, Any], ...] = (
-        (ViTQKNormConfig, ViTQKNormForImageClassification, AutoModelForImageClassification),
+        (ViTQKLayerNormConfig, ViTQKLayerNormForImageClassification, AutoModelForImageClassification),
         (LlamaQueryScaleConfig, LlamaQueryScaleForCausalLM, AutoModelForCausalLM),
     )
     for config, model, auto in models:
