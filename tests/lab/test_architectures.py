@@ -2,6 +2,9 @@
 them.
 """
 
+import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,11 @@ import softfocus
 from softfocus.hf.adapter import REPLACED
 from softfocus.hf.learned import attention_modules
 from softfocus.lab import model as models
+from softfocus.lab.architectures import LlamaQueryScaleForCausalLM
 from softfocus.lab.recipes.loading import load
+from softfocus.lab.run_folder.files import load_measured
+from softfocus.lab.run_folder.results import Evaluation
+from softfocus.lab.train.records import norms, projection_weights
 from softfocus.lab.train.run import train
 
 VIT, LLAMA = ("vit-toy", "model.architecture=vit_qk_layer_norm"), ("toy-llama", "model.architecture=llama_query_scale")
@@ -77,15 +84,44 @@ def test_scaled_queries_are_those_of_a_llama_whose_projection_has_the_factors() 
     torch.testing.assert_close(model(tokens).logits, llama(tokens).logits)
 
 
+@pytest.mark.parametrize(("recipe", "count"), [(VIT, 12), (LLAMA, 2)], ids=["vit_qk_layer_norm", "llama_query_scale"])
+def test_a_model_is_saved_and_loaded_with_what_it_learned(recipe: tuple[str, str], count: int, tmp_path: Path) -> None:
+    model = disturbed(build(*recipe, "model.mechanism=laser"))
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    mine, its = dict(model.named_parameters()), dict(loaded.named_parameters())
+    assert mine.keys() == its.keys()
+    assert all(torch.equal(mine[name], its[name]) for name in mine)
+    assert sum("_proj.1." in name for name in mine) == count
+    card = (tmp_path / "README.md").read_text()
+    assert f"from softfocus.lab.architectures import {type(model).__name__}" in card
+    assert "Register it with the Auto classes." in card
+
+
+def test_factors_that_a_checkpoint_lacks_are_one(tmp_path: Path) -> None:
+    llama = build("toy-llama")
+    llama.save_pretrained(tmp_path)
+    loaded = LlamaQueryScaleForCausalLM.from_pretrained(tmp_path)
+    assert [layer.self_attn.q_proj[1].s.count_nonzero() for layer in loaded.model.layers] == [0, 0]
+
+
+def test_the_norms_of_gradients_are_those_of_the_projections() -> None:
+    model = build(*LLAMA)
+    model(torch.randint(257, (2, 20))).logits.square().sum().backward()
+    found = norms(projection_weights(model))["query"]
+    weights = [layer.self_attn.q_proj[0].weight.grad for layer in model.model.layers]
+    torch.testing.assert_close(found, torch.cat(weights).norm())
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", [VIT, LLAMA], ids=["vit_qk_layer_norm", "llama_query_scale"])
-def test_a_run_keeps_what_it_learned(recipe: tuple[str, str], tmp_path: Path) -> None:
+def test_a_new_process_evaluates_a_run(recipe: tuple[str, str], tmp_path: Path) -> None:
+    """It has to know the architecture before the model's config is read."""
     steps = ["train.steps=2", "train.warmup=1", "train.checkpoint_every=2", "train.batch=4", "evaluate.tokens=512"]
-    changes = [recipe[1], "model.mechanism=laser", *steps]
-    train(load(recipe[0], changes), tmp_path / "run")
-    loaded = models.load(tmp_path / "run", kind="images" if recipe is VIT else "text")
-    assert loaded.config.model_type == recipe[1].split("=")[1]
-    learned: dict[str, Tensor] = {name: value for name, value in loaded.named_parameters() if "_proj.1." in name}
-    assert len(learned) == (12 if recipe is VIT else 2)
-    started = {"weight": 1.0, "bias": 0.0, "s": 0.0}
-    assert all(value.ne(started[name.rpartition(".")[2]]).any() for name, value in learned.items())
+    folder = tmp_path / "run"
+    train(load(recipe[0], [recipe[1], "model.mechanism=laser", *steps]), folder)
+    words = [sys.executable, "-m", "softfocus.lab", "evaluate", str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    evaluation = load_measured(folder, Evaluation)
+    assert all(math.isfinite(row.loss) for row in evaluation.rows)

@@ -5,6 +5,7 @@ what cannot serve it.
 import hashlib
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def card(config: PreTrainedConfig) -> str:
     else:
         runs = "\n".join(f"{name}:\n{table}" for name, table in parts.items())
     kind = config.architectures[0]
+    imported = _import_of(kind, config)
     return f"""---
 library_name: transformers
 tags:
@@ -62,13 +64,12 @@ softfocus has to be imported before the model is loaded. Without it Transformers
 
 ```python
 import softfocus.hf
-{_import_of(kind)}
+{imported}
 
 model = {kind}.from_pretrained("path/to/this/folder")
 ```
 
-Programs that load models through Transformers can be run with that import:
-`python -m softfocus.hf lm_eval --model hf --model_args pretrained=path/to/this/folder --tasks ...`.
+{_programs(kind)}
 
 ## What cannot serve it
 
@@ -77,13 +78,26 @@ There the model gives wrong answers without an error. Do not serve it there.
 """
 
 
-def _import_of(kind: str) -> str:
+def _import_of(kind: str, config: PreTrainedConfig) -> str:
     """The line that imports a class of models."""
     if hasattr(transformers, kind):
         return f"from transformers import {kind}"
     if hasattr(t6, kind):
         return f"from softfocus.hf.t6 import {kind}"
+    home = type(config).__module__
+    if home != "__main__" and hasattr(sys.modules[home], kind):
+        return f"from {home} import {kind}"
     return f"from your_code import {kind}  # not a class of Transformers"
+
+
+def _programs(kind: str) -> str:
+    """How programs load a model that name no class of models."""
+    if hasattr(transformers, kind) or hasattr(t6, kind):
+        return (
+            "Programs that load models through Transformers can be run with that import:\n"
+            "`python -m softfocus.hf lm_eval --model hf --model_args pretrained=path/to/this/folder --tasks ...`."
+        )
+    return "Programs that load models through Transformers do not know this class. Register it with the Auto classes."
 
 
 def _write(path: Path, text: str) -> None:

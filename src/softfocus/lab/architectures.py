@@ -7,7 +7,6 @@ Transformers.
 """
 
 import math
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
+from transformers import initialization as init
 
 from softfocus.hf.learned import attention_modules
 
@@ -85,14 +85,15 @@ class LlamaQueryScaleForCausalLM(LlamaForCausalLM):
         for module in attention_modules(self):
             module.q_proj = nn.Sequential(module.q_proj, QueryScale(module.head_dim))
 
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, QueryScale):
+            init.zeros_(module.s)
 
-@cache
+
 def register() -> None:
     """Make both known to Transformers' Auto classes."""
-    models: tuple[tuple[Any, Any, Any], ...] = (
-        (ViTQKLayerNormConfig, ViTQKLayerNormForImageClassification, AutoModelForImageClassification),
-        (LlamaQueryScaleConfig, LlamaQueryScaleForCausalLM, AutoModelForCausalLM),
-    )
-    for config, model, auto in models:
-        AutoConfig.register(config.model_type, config, exist_ok=True)
-        auto.register(config, model, exist_ok=True)
+    AutoConfig.register(ViTQKLayerNormConfig.model_type, ViTQKLayerNormConfig, exist_ok=True)
+    AutoModelForImageClassification.register(ViTQKLayerNormConfig, ViTQKLayerNormForImageClassification, exist_ok=True)
+    AutoConfig.register(LlamaQueryScaleConfig.model_type, LlamaQueryScaleConfig, exist_ok=True)
+    AutoModelForCausalLM.register(LlamaQueryScaleConfig, LlamaQueryScaleForCausalLM, exist_ok=True)

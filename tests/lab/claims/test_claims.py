@@ -1258,8 +1258,9 @@ def test_where_fineweb_is_missing_the_error_fetches_it(tmp_path: Path, monkeypat
         (CLAIM.replace('kind = "lower"', 'kind = "lowest"'), "statements.0: Input tag 'lowest'"),
         (CLAIM.replace('than = "a"\n[[', 'than = "a"\nat = "far"\n[['), "should match pattern"),
         (CLAIM.split("[[")[0], "there is nothing to judge"),
-        (CLAIM.replace("b = {", 'b = { base = "toy-t6",'), "rows.b.base must name a recipe for each of the scales toy"),
-        (CLAIM.replace("b = {", 'b = { base = { toy = "toy-t6" },'), "for each of the scales toy, small, gpt2"),
+        (CLAIM.replace("b = {", 'b = { base = "toy-t6",'), "rows.b.base must name a recipe for each scale"),
+        (CLAIM.replace("b = {", 'b = { base = { toy = "toy-t6" },'), "of the claim: toy and small and gpt2"),
+        (CLAIM.replace("b = {", "b = { base = { toy = 1, small = 2, gpt2 = 3 },"), "of the claim: toy and small and"),
         (CLAIM + '[paper]\ncolumns = ["1x"]\nrows = { a = [1.0, 2.0] }', "'a' has 2 cells for 1 columns"),
     ],
 )

@@ -38,8 +38,8 @@ from softfocus.lab.train.memory import least_memory
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "claims.md"
 NAMES = [name for name in claims.shipped() if "gpt2" in claims.load(name).scales]
-BASES = {claims.load(name).base("gpt2"): name for name in NAMES}
-"""The recipes that their rows change, each with one of the claims."""
+BASES = {claims.load(name).base("gpt2"): name for name in reversed(NAMES)}
+"""The recipes that their rows change, each with the first of the claims."""
 SPEECH = "conformer-librispeech"
 STEPS = 4
 SMALL: dict[str, Any] = {
@@ -84,7 +84,11 @@ def small(claim: Claim) -> list[str]:
     recipe = loading.load(claim.base("gpt2"))
     kind = recipe.data.kind
     changes = SMALL | KINDS[kind]
-    changes |= {f"model.config.{key}": value for key, value in CONFIG.items() if key in recipe.model.config}
+    known = [set(loading.load(base).model.config) for base in claim.bases_at("gpt2")]
+    shared = set.intersection(*known)
+    changes |= {f"model.config.{key}": value for key, value in CONFIG.items() if key in shared}
+    if "num_key_value_heads" in set.union(*known) - shared:  # the recipe's 12 do not divide two heads
+        changes |= {"model.config.num_attention_heads": 12, "model.config.hidden_size": 48}
     if recipe.train.warmdown:
         changes["train.warmdown"] = 1
     if kind == "text":

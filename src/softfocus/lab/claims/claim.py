@@ -207,8 +207,11 @@ class Claim(Table):
             if unknown := [name for name in (*rows, *others) if name not in (*self.rows, "*")]:
                 raise ValueError(f"statement {statement.says!r}: there is no row {unknown[0]!r}")
         for name, row in self.rows.items():
-            if "base" in row and (not isinstance(row["base"], dict) or set(row["base"]) != set(self.scales)):
-                raise ValueError(f"rows.{name}.base must name a recipe for each of the scales {', '.join(self.scales)}")
+            base = row.get("base", dict.fromkeys(self.scales, ""))
+            named = isinstance(base, dict) and all(isinstance(one, str) for one in base.values())
+            if not named or set(base) != set(self.scales):
+                scales = " and ".join(self.scales) or "none, as it cannot be run"
+                raise ValueError(f"rows.{name}.base must name a recipe for each scale of the claim: {scales}")
         if not self.statements and set(self.untestable) != set(SCALES):
             raise ValueError("there is nothing to judge: give statements, or say at every scale why it is untestable")
         return self
@@ -223,11 +226,12 @@ class Claim(Table):
         return self.bases.get(scale, BASES[scale])
 
     def rows_at(self, scale: Scale) -> dict[str, dict[str, Any]]:
-        """Its rows, as a study has them: each with the recipe that it changes."""
-        return {
-            name: row | {"base": row["base"][scale] if "base" in row else self.base(scale)}
-            for name, row in self.rows.items()
-        }
+        """Its rows, as a study has them: with the recipe of the scale where they name their own."""
+        return {name: row | ({"base": row["base"][scale]} if "base" in row else {}) for name, row in self.rows.items()}
+
+    def bases_at(self, scale: Scale) -> list[str]:
+        """The recipes that its rows change."""
+        return list(dict.fromkeys(row.get("base", self.base(scale)) for row in self.rows_at(scale).values()))
 
     @property
     def exact(self) -> bool:
@@ -316,5 +320,6 @@ def _common(claim: Claim, scale: Scale, overrides: Sequence[str]) -> dict[str, A
         if any(f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.") for other in own):
             what = f"--set {key}: rows of {claim.name} set it, and are held against each other"
             raise UsageError(what, "set a key that all rows share")
-    loading.load(claim.base(scale), list(overrides))  # says what is wrong with a value
+    for base in claim.bases_at(scale):
+        loading.load(base, list(overrides))  # says what is wrong with a value
     return changes

@@ -167,7 +167,7 @@ def _runs(claim: Claim, scale: Scale, results: Results) -> str:
     trained = f"{_each(f'{count / 1e6:.2f}' for count in counts)} M training {parts_of(results.runs[0].recipe)}"
     seeds = sorted({info.seed for info in infos})
     numbered = f"{'seeds' if len(seeds) > 1 else 'seed'} {_each(map(str, seeds))}"
-    names = [f"`{base}`" for base in dict.fromkeys(row["base"] for row in claim.rows_at(scale).values())]
+    names = [f"`{base}`" for base in claim.bases_at(scale)]
     base = f"recipe{'s' if names[1:] else ''} {_each(names)}"
     if results.overrides:
         base += f" with {_each(f'`{override}`' for override in results.overrides)}"

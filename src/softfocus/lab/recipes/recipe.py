@@ -31,7 +31,7 @@ class LaserAblationTable(Table):
 class ModelTable(Table):
     """What is trained: a model of Transformers, with a mechanism in place of its attention."""
 
-    architecture: str = Field(description="a Transformers model_type: gpt_neox, llama, qwen3 ...")
+    architecture: str = Field(description="a model_type of Transformers or of the lab: gpt_neox, llama ...")
     mechanism: str | dict[str, Any] = Field(
         description="a name of `softfocus mechanisms`, a combination of them, or a table of a Mechanism's fields"
     )
@@ -177,7 +177,7 @@ class TrainTable(Table):
         default=0.0, ge=0, le=1, description="at the end, and where the warm-up starts: as a share"
     )
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
-    weight_decay: float = Field(default=0.1, ge=0, le=10, description="on matrices; not on biases and norms")
+    weight_decay: float = Field(default=0.1, ge=0, le=10, description="on all but biases and norms")
     clip: float = Field(default=1.0, ge=0, description="largest gradient norm; 0 for no clipping")
     power: PowerTable | None = Field(default=None, description="{ start = 1, share = 0.6 }: the power is annealed")
     precision: Literal["float32", "bf16"] = "float32"

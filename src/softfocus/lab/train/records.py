@@ -78,6 +78,8 @@ def _gradient(module: nn.Module, number: int) -> Callable[[], torch.Tensor]:
     """One projection's, by its place among the three."""
     config: Any = module.config
     single = getattr(module, f"{PROJECTIONS[number][0]}_proj", None)
+    if isinstance(single, nn.Sequential):  # one that goes on with a norm or a scale: the lab's architectures
+        single = single[0]
     if isinstance(single, nn.Linear):
         return lambda: _of(single)
     fused = getattr(module, "query_key_value", None)
