@@ -161,7 +161,7 @@ def laser_rates() -> dict[str, list[Cell]]:
 
 RATES_OF_LASER = {
     "toy-learning-rates": ("laser-qk-norm",),
-    "llama-learning-rates": ("laser-temperature", "laser-differential"),
+    "llama-learning-rates": ("laser-temperature", "laser-query-scale", "laser-differential"),
 }
 
 
