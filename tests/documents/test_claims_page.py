@@ -334,14 +334,15 @@ def test_the_control_of_the_temperatures_is_the_measured_one():
 
 def test_laser_is_below_its_rival_at_each_rate():
     rates = laser_rates()
-    assert len(rates) == 7
+    assert len(rates) == 11
     pairs = {"qk_norm_laser": "qk_norm", "qwen3_laser": "qwen3_softmax", "differential_laser": "differential"}
+    pairs |= {"llama_laser": "llama_softmax", "llama_scaled_laser": "llama_scaled_softmax"}
     leads = {
         ours: [one.minus(rival) for one, rival in zip(rates[ours], rates[theirs], strict=True)]
         for ours, theirs in pairs.items()
     }
     assert max(lead.value for found in leads.values() for lead in found) < 0
-    said = "has a lower mean loss than softmax at each rate in each of three more claims, by {:.3f} or more."
+    said = "has a lower mean loss than softmax at each rate in each of four more claims, by {:.3f} or more."
     assert said.format(-max(lead.value for found in leads.values() for lead in found)) in TEXT
     leads["temperatures"] = [
         one.minus(plain) for one, plain in zip(rates["qwen3_laser"], rates["llama_laser"], strict=True)
@@ -359,11 +360,46 @@ def test_laser_is_below_its_rival_at_each_rate():
     seeds = {row: [len(one.rows) for one in cells] for row, cells in rates.items()}
     assert seeds == {
         **{row: [1, 1, 1] for row in ("qk_norm", "qk_norm_laser")},
-        **{row: [3, 6, 3] for row in ("llama_laser", "qwen3_softmax", "qwen3_laser")},
+        **{row: [1, 3, 1] for row in ("llama_scaled_softmax", "llama_scaled_laser")},
+        **{
+            row: [3, 6, 3]
+            for row in ("llama_softmax", "llama_laser", "llama_qk_norm_laser", "qwen3_softmax", "qwen3_laser")
+        },
         **{row: [3, 3, 3] for row in ("differential", "differential_laser")},
     }
-    said = "The rows with QK-norm have seed 0, the others three seeds; those of `laser-temperature` have six at 4e-3."
+    said = (
+        "The rows of `laser-qk-norm` have seed 0, the others three seeds, but for two. Those of `laser-temperature` "
+        "have six at 4e-3, and `llama_scaled_softmax` and `llama_scaled_laser` have one at the other rates."
+    )
     assert said in TEXT
+
+
+def test_most_of_what_temperatures_change_is_their_normalisation():
+    """Of LASER, each row at its best rate."""
+    swept, own = by_row("llama-learning-rates"), claim("laser-temperature")
+    rates = {row: laser_rates()[row] for row in ("llama_laser", "llama_qk_norm_laser", "qwen3_laser")}
+    losses = {row: [one.loss for one in cells] for row, cells in rates.items()}
+    best = {row: found.index(min(found)) for row, found in losses.items()}
+    assert best == {"llama_laser": 1, "llama_qk_norm_laser": 2, "qwen3_laser": 2}
+    by = {row: swept[f"{row}-twice"] for row in ("llama_qk_norm_laser", "qwen3_laser")}
+    by |= of_seeds({"llama_laser": own.group("llama_laser")}, {0, 1, 2})
+    normed, both = minus(by, "llama_qk_norm_laser", "llama_laser"), minus(by, "qwen3_laser", "llama_laser")
+    apart = minus(by, "llama_qk_norm_laser", "qwen3_laser")
+    assert normed.sure
+    assert both.sure
+    assert apart.sure
+    assert both.value < 2 * apart.value * -1, "most of it"
+    assert f"LASER with QK-norm minus LASER**: {shown(normed, '+')}." in TEXT
+    assert f"LASER with temperatures and their normalisation minus LASER: {shown(both, '+')}." in TEXT
+    alone = claim("laser-query-scale")
+    rows = {row: alone.group(row) for row in alone.rows}
+    changed = minus(rows, "llama_scaled_laser", "llama_laser")
+    assert not changed.sure
+    assert f"change LASER's loss by {shown(changed, '+')} at 4e-3, inconclusive." in TEXT
+    other = minus(rows, "llama_scaled_softmax", "llama_softmax")
+    assert not other.sure
+    page = " ".join((RESULTS / "claims/laser-query-scale.md").read_text().split())
+    assert f"the loss of LASER by {shown(changed, '+')}, that of softmax by {shown(other, '+')}." in page
 
 
 def test_what_qk_norm_does_to_laser_depends_on_the_rate():
@@ -392,3 +428,37 @@ def test_what_is_found_of_t6_and_of_layer_norm_is_measured():
     losses = [[cell(claim("laser-qk-layer-norm").group(f"stablelm_{row}"), *at).loss for row in rows]
               for at in (HERE, WINDOWED)]  # fmt: skip
     assert losses == [sorted(some) for some in losses], "the same order"
+
+
+def test_what_is_found_of_log_n_of_vision_and_of_t6_is_measured():
+    lengths = (1.0, 2.0, 4.0, 8.0, 16.0)
+    found = claim("softplus-length-scale")
+    by = {row: found.group(row) for row in found.rows}
+    apart = {
+        (row, length, setting): minus(by, row, f"{row}_constant", (length, setting))
+        for row in ("lssa", "lssar")
+        for length in lengths
+        for setting in ("as trained", "dynamic NTK")
+    }
+    assert not any(one.sure for one in apart.values())
+    assert all(apart[row, length, "as trained"].value > 0 for row in ("lssa", "lssar") for length in (8.0, 16.0))
+    assert max(abs(one.value) for one in apart.values()) < 0.1, "about the same"
+    vision, decoder = claim("softplus-vision"), claim("softplus-table-2")
+    rises = [
+        cell(one.group(without), *HERE).loss / cell(one.group(row), *HERE).loss - 1
+        for one, without, row in ((vision, "vit_scenario_i", "vit_softmax"), (decoder, "scenario_i", "softmax"))
+    ]
+    said = note("softplus-vision", "At the scale `toy` the loss without softmax")
+    assert "is {:.0%} higher in a ViT, and {:.0%} higher in the".format(*rises).replace("%", " %") in said
+    t6 = claim("t6-loss")
+    rows = {row: t6.group(row) for row in t6.rows}
+    differences = {length: minus(rows, "t6_softmax", "llama_softmax", (length, "as trained")) for length in lengths}
+    assert [length for length, one in differences.items() if one.sure] == [4.0, 8.0]
+    assert min(one.value for length, one in differences.items() if length > 1) > 0
+    said = note("t6-loss", "At the scale `toy` the mean loss of T6")
+    here = differences[1.0]
+    assert f"is lower by {-here.value:.3f} ± {here.standard_error:.3f} at the training length" in said
+    assert f"by {shown(differences[4.0])} at 4x." in said
+    swept = by_row("llama-learning-rates")
+    llama = {rate: cell(swept[f"llama_softmax-{rate}"], *HERE).loss for rate in ("half", "twice")}
+    assert cell(rows["llama_softmax"], *HERE).loss < min(llama.values()), "T6's rates are tested with its own claim"

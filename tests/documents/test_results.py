@@ -119,9 +119,7 @@ SWEPT = {
     "depth-learning-rates": [Sweep(("laser-depths",))],
     "llama-learning-rates": [Sweep(("laser-temperature", "laser-differential", "laser-query-scale"))],
     "qk-layer-norm-learning-rates/16e-3": [Sweep(("laser-qk-layer-norm",))],
-    "vit-learning-rates": [
-        Sweep(("laser-vit-qk-norm", "laser-vit-qk-layer-norm", "softplus-vision"), prefix="vit_")
-    ],
+    "vit-learning-rates": [Sweep(("laser-vit-qk-norm", "laser-vit-qk-layer-norm", "softplus-vision"), prefix="vit_")],
     "bert-learning-rates": [Sweep(("laser-bert",), prefix="bert_")],
     "conformer-learning-rates": [Sweep(("laser-conformer",), prefix="conformer_")],
     # The rows of laser-lamb set their rate, which --set cannot change then
