@@ -1,0 +1,137 @@
+"""The notes on the pages of claims, docs/results/claims: their numbers are those of the committed
+results.
+"""
+
+import json
+import re
+import statistics
+
+from softfocus.lab.report.points import cell
+
+from .committed import FAR, HERE, RESULTS, WINDOWED, by_row, claim, minus, of_pages
+from .tables import shown
+
+
+def test_the_numbers_in_the_shifts_note_are_the_measured_ones():
+    words = note("laser-no-shift", "With values as they are")
+    by = {(run["row"], run["info"]["seed"]): run["info"] for run in runs_of("laser-no-shift")}
+    assert len(by) == 18
+    pairs = [(by["laser", seed], by["laser_no_shift", seed]) for seed in range(3)]
+    apart = max(abs(ours["train_loss"][-1][1] - bare["train_loss"][-1][1]) for ours, bare in pairs)
+    assert "the last training losses with and without the shift differ by less than 1e-6" in words
+    assert apart < 1e-6
+    steps = []
+    for seed in range(3):
+        steps.append(re.search(r"the gradient became nan at step (\d+),", by["laser_no_shift_x8", seed]["error"])[1])
+        assert "the loss became nan at step 1," in by["laser_no_shift_x32", seed]["error"]
+    assert "is NaN at the steps {}, {} and {}.".format(*steps) in words
+
+
+def test_the_numbers_in_lambs_note_are_the_measured_ones():
+    note = " ".join((RESULTS / "claims/laser-lamb.md").read_text().split())
+    swept, own = by_row("lamb-learning-rates"), claim("laser-lamb")
+    half, twice = ([swept[f"{row}-{rate}"] for row in ("softmax", "laser")] for rate in ("half", "twice"))
+    half, same, twice = (
+        [cell(group, *HERE).loss for group in groups]
+        for groups in (half, [own.group("softmax_lamb"), own.group("laser_lamb")], twice)
+    )
+    assert "{:.3f} and {:.3f} at 1e-2, {:.3f} and {:.3f} at 4e-2".format(*half, *twice) in note
+    assert all(best < min(a, b) for best, a, b in zip(same, half, twice, strict=True))
+    adam = {row: claim("laser-classification").group(row) for row in ("softmax", "laser")}
+    softmax, laser = (cell(group, *HERE).loss for group in adam.values())
+    said = f"softmax has {softmax:.3f} with AdamW and LASER {laser:.3f}, a difference of "
+    assert f"{said}{shown(minus(adam, 'laser', 'softmax'), '+')}." in note
+
+
+def note(claim: str, begins: str) -> str:
+    """The paragraph of a claim's page that begins so, on one line."""
+    paragraphs = (" ".join(one.split()) for one in (RESULTS / f"claims/{claim}.md").read_text().split("\n\n"))
+    (found,) = (one for one in paragraphs if one.startswith(begins))
+    return found
+
+
+def runs_of(claim: str) -> list[dict]:
+    return json.loads((RESULTS / f"claims/{claim}/toy/results.json").read_text())["runs"]
+
+
+def test_the_two_losses_of_a_note_are_the_measured_ones():
+    runs = [one for one in runs_of("laser-steps") if one["row"] == "softmax_recorded"]
+    end = statistics.mean(one["info"]["validation_loss"][-1][1] for one in runs)
+    table_has = cell(claim("laser-steps").group("softmax_recorded"), *HERE).loss
+    said = note("laser-steps", "At the scale `toy` softmax")
+    assert f"softmax has {end:.2f} at its end, and the table has {table_has:.2f}" in said
+
+
+def test_the_power_of_a_note_is_the_measured_one():
+    """The error is that of the difference over the seeds."""
+    accuracies: dict[str, list[float]] = {"softmax": [], "laser": []}
+    for one in runs_of("laser-classification"):
+        accuracies[one["row"]].append(one["classification"]["accuracy"])
+    apart = [laser - softmax for softmax, laser in zip(*accuracies.values(), strict=True)]
+    error = statistics.stdev(apart) / len(apart) ** 0.5
+    said = note("laser-classification", "At the scale `toy`")
+    assert f"softmax in {statistics.mean(accuracies['softmax']):.0%}".replace("%", " %") in said
+    assert f"the error of the difference is {error:.0%}".replace("%", " %") in said
+
+
+def test_the_control_of_the_temperatures_is_the_measured_one():
+    found = claim("laser-temperature")
+    by = {row: found.group(row) for row in found.rows}
+    normalised, more = (
+        minus(by, *pair) for pair in (("llama_laser", "llama_qk_norm_laser"), ("llama_qk_norm_laser", "qwen3_laser"))
+    )
+    assert (normalised.sure, more.sure) == (False, True)
+    said = note("laser-temperature", "At the scale `toy` the loss of `llama_qk_norm_laser`")
+    assert f"at the training length is {shown(normalised)} below LASER's, inconclusive, and" in said
+    assert f"{shown(more)} above that of LASER with temperatures." in said
+
+
+def test_what_is_found_of_t6_and_of_layer_norm_is_measured():
+    by = {row: claim("softplus-t6").group(f"t6_{row}") for row in ("softmax", "lssar")}
+    here, far = minus(by, "lssar", "softmax"), minus(by, "lssar", "softmax", FAR, WINDOWED)
+    assert here.sure
+    assert far.sure
+    page, other = of_pages("docs/results/claims/softplus-t6.md", "docs/results/claims/laser-qk-layer-norm.md")
+    assert f"by {shown(here).lstrip('+')}. At 16x, as trained" in page
+    assert f"training length, by {shown(far).lstrip('+')}." in page
+    groups = {row: claim("laser-qk-layer-norm").group(f"stablelm_{row}") for row in ("qk_norm", "softmax")}
+    rises = [cell(group, times, "as trained").loss for group in groups.values() for times in (1.0, 4.0)]
+    assert "from {:.3f} to {:.3f} with softmax, and from {:.3f} to {:.3f} without QK-norm.".format(*rises) in other
+    rows = ("qk_norm_laser", "qk_norm", "laser", "softmax")
+    losses = [[cell(claim("laser-qk-layer-norm").group(f"stablelm_{row}"), *at).loss for row in rows]
+              for at in (HERE, WINDOWED)]  # fmt: skip
+    assert losses == [sorted(some) for some in losses], "the same order"
+
+
+def test_what_is_found_of_log_n_of_vision_and_of_t6_is_measured():
+    lengths = (1.0, 2.0, 4.0, 8.0, 16.0)
+    found = claim("softplus-length-scale")
+    by = {row: found.group(row) for row in found.rows}
+    apart = {
+        (row, length, setting): minus(by, row, f"{row}_constant", (length, setting))
+        for row in ("lssa", "lssar")
+        for length in lengths
+        for setting in ("as trained", "dynamic NTK")
+    }
+    assert not any(one.sure for one in apart.values())
+    assert all(apart[row, length, "as trained"].value > 0 for row in ("lssa", "lssar") for length in (8.0, 16.0))
+    assert max(abs(one.value) for one in apart.values()) < 0.1, "about the same"
+    vision, decoder = claim("softplus-vision"), claim("softplus-table-2")
+    rises = [
+        cell(one.group(without), *HERE).loss / cell(one.group(row), *HERE).loss - 1
+        for one, without, row in ((vision, "vit_scenario_i", "vit_softmax"), (decoder, "scenario_i", "softmax"))
+    ]
+    said = note("softplus-vision", "At the scale `toy` the loss without softmax")
+    assert "is {:.0%} higher in a ViT, and {:.0%} higher in the".format(*rises).replace("%", " %") in said
+    t6 = claim("t6-loss")
+    rows = {row: t6.group(row) for row in t6.rows}
+    differences = {length: minus(rows, "t6_softmax", "llama_softmax", (length, "as trained")) for length in lengths}
+    assert [length for length, one in differences.items() if one.sure] == [4.0, 8.0]
+    assert min(one.value for length, one in differences.items() if length > 1) > 0
+    said = note("t6-loss", "At the scale `toy` the mean loss of T6")
+    here = differences[1.0]
+    assert f"is lower by {-here.value:.3f} ± {here.standard_error:.3f} at the training length" in said
+    assert f"by {shown(differences[4.0])} at 4x." in said
+    swept = by_row("llama-learning-rates")
+    llama = {rate: cell(swept[f"llama_softmax-{rate}"], *HERE).loss for rate in ("half", "twice")}
+    assert cell(rows["llama_softmax"], *HERE).loss < min(llama.values()), "T6's rates are tested with its own claim"
