@@ -173,6 +173,7 @@ LAB = [
     "recipes",
     "progress",
     "run_folder",
+    "signals",
     "allocator",
     "errors",
 ]

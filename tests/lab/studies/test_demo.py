@@ -357,14 +357,15 @@ class TestWhole:
         with pytest.raises(LabError, match=rf"{what}; .*--overwrite"):
             run_demo(whole.folder, console=plain_console())
 
-    def test_ctrl_c_stops_the_workers_and_keeps_their_work(self, tmp_path):
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+    def test_a_signal_stops_the_workers_and_keeps_their_work(self, tmp_path, number):
         folder, recipe = tmp_path / "demo", tmp_path / "long.toml"
         recipe.write_text(load("demo-lssa", [*FAST, "train.steps=100000", "name=long"]).to_toml())
 
         def interrupt():
             while not list((folder / "long" / "checkpoints").glob("checkpoint-*")):
                 time.sleep(0.02)
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         threading.Thread(target=interrupt, daemon=True).start()
@@ -374,6 +375,7 @@ class TestWhole:
         finally:
             signal.signal(signal.SIGINT, before)
         assert children() == []
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         left = load_run(folder / "long", complete=False)
         assert left.status == "interrupted"
         assert "interrupted at step" in left.error

@@ -17,6 +17,7 @@ from softfocus.lab.errors import Interrupted
 from softfocus.lab.run_folder.disk import write_atomically, writing
 from softfocus.lab.run_folder.owner import owning
 from softfocus.lab.run_folder.provenance import cores
+from softfocus.lab.signals import stoppable
 from softfocus.lab.studies.jobs import LOGS, Job, divergence
 from softfocus.lab.studies.screen import Screen
 from softfocus.lab.studies.worker import from_line
@@ -45,14 +46,15 @@ def work(
         processes: of each job, a device each, under torchrun.
 
     Raises:
-        LabError: the folder cannot be written to, another demo or study works in it, or Ctrl-C.
+        LabError: the folder cannot be written to, another demo or study works in it, or a signal to
+            stop.
     """
     with writing(folder, ELSEWHERE):
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
         for job in jobs:
             job.log.touch()
     at_once = max(1, min(workers, sum(job.status == "waiting" for job in jobs)))
-    with owning(folder), Screen(console, jobs, at_once) as screen:
+    with stoppable(), owning(folder), Screen(console, jobs, at_once) as screen:
         WorkerPool(workers, overwrite, screen, processes).run([job for job in jobs if job.status == "waiting"])
 
 

@@ -43,6 +43,7 @@ from softfocus.lab.run_folder.files import (
 from softfocus.lab.run_folder.manifest import seal
 from softfocus.lab.run_folder.owner import LOCK, Owner, owning
 from softfocus.lab.run_folder.results import RunInfo, Session, Status
+from softfocus.lab.signals import stoppable
 from softfocus.lab.train import checkpoints, memory, processes, records
 from softfocus.lab.train.trainer import (
     LARGEST_NORM,
@@ -50,7 +51,6 @@ from softfocus.lab.train.trainer import (
     WindowTrainer,
     interruptible,
     make_trainer,
-    stoppable,
 )
 
 _log = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recipes.recipe import Recipe, TrainTable
 from softfocus.lab.run_folder import provenance
 from softfocus.lab.run_folder.files import CHECKPOINTS, TENSORBOARD
+from softfocus.lab.signals import ENDING
 from softfocus.lab.train import checkpoints, records
 from softfocus.lab.train.anneal import Annealing
 from softfocus.lab.train.divergence import Divergence
@@ -195,27 +196,6 @@ class Curves(TrainerCallback):
 
 
 @contextmanager
-def stoppable() -> Iterator[None]:
-    """While this is entered, SIGTERM and the end of the terminal raise KeyboardInterrupt, as Ctrl-C
-    does.
-
-    Without it they end the process at once, and the run would look as if it went on.
-    """
-    here = threading.current_thread() is threading.main_thread()
-    numbers = [number for number in _ENDING if here and signal.getsignal(number) is signal.SIG_DFL]  # nohup's is not
-    for number in numbers:
-        signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
-
-
-_ENDING = [signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
-
-
-@contextmanager
 def interruptible(watch: Watch, enabled: bool) -> Iterator[None]:
     """While this is entered, the first signal to stop asks for a checkpoint and a clean end; the
     second one ends at once.
@@ -236,7 +216,7 @@ def interruptible(watch: Watch, enabled: bool) -> Iterator[None]:
     # Signals belong to the main thread; and processes of a group would stop at different steps and
     # wait for one another
     if enabled and threading.current_thread() is threading.main_thread():
-        asking = [n for n in _ENDING if n == signal.SIGTERM or signal.getsignal(n) != signal.SIG_IGN]
+        asking = [n for n in ENDING if n == signal.SIGTERM or signal.getsignal(n) != signal.SIG_IGN]
         before.update({number: signal.signal(number, ask) for number in (signal.SIGINT, *asking)})
     try:
         yield
