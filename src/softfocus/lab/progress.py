@@ -179,9 +179,10 @@ class Display:
     def _tell(self, event: Event) -> None:
         if event.row is not None:
             row = event.row
+            measured = "" if row.setting.wrong else "loss "
             say(
                 self.console,
-                f"{event.run}: length {row.length:>7,} {row.setting.name():12} loss {row.text}",
+                f"{event.run}: length {row.length:>7,} {row.setting.name():12} {measured}{row.text}",
                 wrap=True,
             )
         elif event.kind == "row":

@@ -28,12 +28,14 @@ from softfocus.lab.cli import main
 from softfocus.lab.data import tasks
 from softfocus.lab.data import tokenizer as tokenizers
 from softfocus.lab.data.listing import FETCH_FINEWEB, FINEWEB
+from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate import classify
 from softfocus.lab.recipes import loading
 from softfocus.lab.recipes.lengths import parse
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import load_measured, load_run
 from softfocus.lab.run_folder.results import Evaluation
+from softfocus.lab.studies import study
 from softfocus.lab.train.memory import least_memory
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "claims.md"
@@ -194,6 +196,23 @@ def test_every_claim_is_planned(name: str, here: Path, capsys: pytest.CaptureFix
     assert not ended.value.code
     assert re.search(rf"{3 * len(plan)} runs, {3 * len(plan)} of them left: about \S+ ", capsys.readouterr().out)
     assert not (here / "estimated").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("softplus-vision", "there is no folder imagenet/train; name a folder, not a pattern, that holds"),
+        ("laser-conformer", "there is no folder LibriSpeech/train; name a folder, not a pattern, in LibriSpeech's"),
+        ("laser-query-scale", "there is no file or folder fineweb10B; fetch its 20 GB with `hf download"),
+    ],
+)
+def test_data_that_is_missing_is_said_before_memory_is_looked_at(
+    name: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(study, "check_memory", lambda *_: pytest.fail("memory was looked at"))
+    with pytest.raises(LabError, match=re.escape(missing)):
+        reproduce(name, tmp_path / "out", scale="gpt2", estimate_only=True, console=Console(file=io.StringIO()))
 
 
 # From end to end in small

@@ -194,7 +194,9 @@ def test_folders_that_are_wrong(folder: Path, text: str, says: str) -> None:
 
 @pytest.mark.parametrize("key", ["data.source", "data.validation_source"])
 def test_folders_that_are_missing(folder: Path, tmp_path: Path, key: str) -> None:
-    with pytest.raises(LabError, match=f"there is no folder {tmp_path / 'gone'}; name a folder in LibriSpeech's"):
+    with pytest.raises(
+        LabError, match=f"there is no folder {tmp_path / 'gone'}; name a folder, not a pattern, in LibriS"
+    ):
         _ = data.sampled(of_folder(folder, f"{key}={tmp_path / 'gone'}"), silent).key
     (tmp_path / "gone").mkdir()
     with pytest.raises(LabError, match=r"gone has no \*\.trans\.txt; name a folder"):

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from softfocus.lab.data import tokenizer
 from softfocus.lab.data.images import Glyphs, ImageFolder
-from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, hide
+from softfocus.lab.data.samples import HeldOut, InOrder, Inputs, folders_of, hide
 from softfocus.lab.data.speech import LibriSpeech, Syllables
 from softfocus.lab.data.tasks import Mqar, Passkey, Task, digest, random_for
 from softfocus.lab.data.tokens import TokenStore, default_cache, plan_of, prepare
@@ -235,8 +235,11 @@ def to_copy(recipes: Iterable[Recipe]) -> int:
     Raises:
         LabError: data that cannot be found.
     """
-    tables = dict.fromkeys(recipe.data for recipe in recipes if recipe.data.kind in ("text", "masked"))
-    plans = {plan.key: plan for plan in map(plan_of, tables)}
+    tables = list(dict.fromkeys(recipe.data for recipe in recipes))
+    for table in tables:
+        if table.kind in ("images", "speech") and table.source is not None:
+            folders_of(table)
+    plans = {plan.key: plan for plan in map(plan_of, (table for table in tables if table.kind in ("text", "masked")))}
     return sum(plan.shard_bytes for key, plan in plans.items() if not (default_cache() / key).exists())
 
 

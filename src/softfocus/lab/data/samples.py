@@ -111,14 +111,18 @@ def folders_of(table: DataTable) -> tuple[Path, Path | None]:
     """The folders of data.source and data.validation_source. Both are read to the bottom.
 
     Raises:
-        LabError: one lies in the other, so that what is held out would be trained on, or is the
-            other.
+        LabError: one is not there, or lies in the other, so that what is held out would be trained
+            on, or is the other.
     """
     assert table.source is not None
     source = Path(table.source).expanduser()
-    if table.validation_source is None:
+    held = None if table.validation_source is None else Path(table.validation_source).expanduser()
+    for folder in (source, held):
+        if folder is not None and not folder.is_dir():
+            layout = "in LibriSpeech's layout" if table.speech else "that holds a folder of images for each class"
+            raise LabError(f"there is no folder {folder}", f"name a folder, not a pattern, {layout}")
+    if held is None:
         return source, None
-    held = Path(table.validation_source).expanduser()
     inner, outer = held.resolve(), source.resolve()
     if inner.is_relative_to(outer) or outer.is_relative_to(inner):
         raise LabError(

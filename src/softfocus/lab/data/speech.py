@@ -217,8 +217,6 @@ class LibriSpeech(WithoutTokens):
     def _read(self, folder: Path) -> list[tuple[Path, str]]:
         """Every utterance of a folder that is not too long, in the order of their names."""
         remedy = "name a folder in LibriSpeech's layout"
-        if not folder.is_dir():
-            raise LabError(f"there is no folder {folder}", remedy)
         lists = sorted(folder.rglob("*.trans.txt"))
         if not lists:
             raise LabError(f"{folder} has no *.trans.txt", remedy)

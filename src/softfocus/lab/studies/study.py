@@ -245,8 +245,9 @@ def train_all(
         A job for each recipe.
 
     Raises:
-        LabError: what memory or disk cannot hold, tasks without lm_eval, a folder with another run
-            in it or in use by another process, or Ctrl-C. A run that fails raises nothing here.
+        LabError: data that cannot be found, what memory or disk cannot hold, tasks without lm_eval,
+            a folder with another run in it or in use by another process, or a signal to stop. A run
+            that fails raises nothing here.
         UsageError: more jobs than cores or, but for an estimate, more processes than GPUs.
     """
     if jobs is not None and jobs > cores():
@@ -262,6 +263,7 @@ def train_all(
         if left and len(left) < len(found):
             tell("looking whether the data is as before")
         refuse_other_data(found)
+        copied = _copied(left)
         if left:
             tell("checking whether memory holds the runs")
         check_memory([job.recipe for job in left], min(workers, max(1, len(left))), processes, remedies)
@@ -269,7 +271,7 @@ def train_all(
             from softfocus.lab.evaluate import tasks
 
             tasks.require()
-        if copied := _copied(left):
+        if copied:
             where = f"{size_text(copied)} of shards are copied into the token cache first"
             say(console, f"{title}: {where}", wrap=True)
         for (row, replaced), count in Counter((job.row, job.replaced) for job in left if job.replaced).items():
@@ -301,7 +303,7 @@ def _copied(jobs: Sequence[Job]) -> int:
     """Bytes of shards that the token cache does not have yet. Its disk has room for all of them.
 
     Raises:
-        LabError: it has not.
+        LabError: it has not, or data that cannot be found.
     """
     from softfocus.lab.data import of_recipe, tokens
 
