@@ -116,6 +116,8 @@ def test_what_is_found_of_log_n_of_vision_and_of_t6_is_measured():
     assert not any(one.sure for one in apart.values())
     assert all(apart[row, length, "as trained"].value > 0 for row in ("lssa", "lssar") for length in (8.0, 16.0))
     assert max(abs(one.value) for one in apart.values()) < 0.1, "about the same"
+    (guide,) = of_pages("docs/claims.md")
+    assert "differ by less than 0.1 at each length, as trained and with NTK, all inconclusive." in guide
     vision, decoder = claim("softplus-vision"), claim("softplus-table-2")
     rises = [
         cell(one.group(without), *HERE).loss / cell(one.group(row), *HERE).loss - 1
