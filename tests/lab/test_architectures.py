@@ -17,7 +17,6 @@ import softfocus
 from softfocus.hf.adapter import REPLACED
 from softfocus.hf.learned import attention_modules
 from softfocus.lab import model as models
-from softfocus.lab.architectures import LlamaQueryScaleForCausalLM
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.files import load_measured
 from softfocus.lab.run_folder.results import Evaluation
@@ -96,13 +95,6 @@ def test_a_model_is_saved_and_loaded_with_what_it_learned(recipe: tuple[str, str
     card = (tmp_path / "README.md").read_text()
     assert f"from softfocus.lab.architectures import {type(model).__name__}" in card
     assert "Register it with the Auto classes." in card
-
-
-def test_factors_that_a_checkpoint_lacks_are_one(tmp_path: Path) -> None:
-    llama = build("toy-llama")
-    llama.save_pretrained(tmp_path)
-    loaded = LlamaQueryScaleForCausalLM.from_pretrained(tmp_path)
-    assert [layer.self_attn.q_proj[1].s.count_nonzero() for layer in loaded.model.layers] == [0, 0]
 
 
 def test_the_norms_of_gradients_are_those_of_the_projections() -> None:

@@ -20,7 +20,6 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
-from transformers import initialization as init
 
 from softfocus.hf.learned import attention_modules
 
@@ -84,11 +83,6 @@ class LlamaQueryScaleForCausalLM(LlamaForCausalLM):
         module: Any
         for module in attention_modules(self):
             module.q_proj = nn.Sequential(module.q_proj, QueryScale(module.head_dim))
-
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, QueryScale):
-            init.zeros_(module.s)
 
 
 def register() -> None:
