@@ -230,17 +230,19 @@ def measured(run: Run) -> set[str]:
     return {name for name, there in found.items() if there}
 
 
-TOKENS: dict[str, str] = {}
+TOKENS: dict[tuple[Path, str], str] = {}
 """Of each run in the module's folder, which is another one where it is trained again."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_claim_runs_to_its_page(name: str, here: Path, workers_here: list[str]) -> None:
-    """In one folder, as users run them: claims share the runs of rows that they share. A verdict
-    takes three seeds.
+    """In one folder, as users run them: claims share the runs of rows that they share. One that
+    changes two recipes has models of another size here, and a folder of its own. A verdict takes
+    three seeds.
     """
-    claim, out, screen = claims.load(name), Path("runs"), Console(file=io.StringIO(), width=250)
+    claim, screen = claims.load(name), Console(file=io.StringIO(), width=250)
+    out = Path("runs" if len(claim.bases_at("gpt2")) == 1 else f"runs-{name}")
     made = reproduce(name, out, scale="gpt2", jobs=1, overrides=small(claim), console=screen)
     assert made is not None
     assert sorted(made.rows) == sorted(claim.rows)
@@ -250,7 +252,7 @@ def test_every_claim_runs_to_its_page(name: str, here: Path, workers_here: list[
     for run, recipe in zip(made.runs, plan, strict=True):
         assert run.info.name == recipe.name
         assert (run.info.status, run.info.steps_done) == ("complete", STEPS)
-        assert TOKENS.setdefault(run.info.name, run.info.token) == run.info.token, "it was trained twice"
+        assert TOKENS.setdefault((out, run.info.name), run.info.token) == run.info.token, "it was trained twice"
         assert measured(run) >= set(recipe.evaluate.also)
         assert run.evaluation is not None
         lengths = parse(recipe.evaluate.lengths, recipe.train.length)
