@@ -2,6 +2,7 @@
 and gone on with.
 """
 
+import math
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch.nn import functional as F
 
 from softfocus.lab import cli
@@ -17,11 +19,11 @@ from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
 from softfocus.lab.data.windows import EvaluationWindows
 from softfocus.lab.errors import LabError
-from softfocus.lab.evaluate.induction import edges, induction, repeats
+from softfocus.lab.evaluate.induction import difference, edges, induction, repeats
 from softfocus.lab.progress import Event, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.files import INDUCTION, RECIPE, load_measured
-from softfocus.lab.run_folder.results import Induction, json_text
+from softfocus.lab.run_folder.results import Induction, Repeats, json_text
 
 
 @pytest.fixture
@@ -69,6 +71,10 @@ def test_every_length_predicts_the_same_tokens_bucket_by_bucket(run: Path) -> No
             losses = [loss for some in by_bucket[bucket].values() for loss in some]
             assert part.tokens == len(losses)
             assert part.loss == pytest.approx(np.mean(losses), rel=1e-5)
+            read = sorted({document for documents in by_bucket.values() for document in documents})
+            of_document = [by_bucket[bucket].get(document, []) for document in read]
+            assert part.counts == [len(some) for some in of_document]
+            assert part.sums == pytest.approx([sum(some) for some in of_document], rel=1e-5, abs=1e-4)
         assert sum(part.tokens for part in row.by_distance) == found.tokens == 1024
     counts = [[(part.start, part.tokens) for part in row.by_distance] for row in found.rows]
     assert counts[0] == counts[1]
@@ -108,14 +114,57 @@ def test_a_window_changes_what_is_seen(run: Path) -> None:
     assert all(second.rows[i].by_distance != second.rows[i + 2].by_distance for i in (0, 1))
 
 
+def repeats_of(sums: list[float], counts: list[int]) -> Repeats:
+    tokens = sum(counts)
+    loss = sum(sums) / tokens
+    return Repeats(start=1, end=2, loss=loss, standard_error=0.1, tokens=tokens, sums=sums, counts=counts)
+
+
+def test_a_difference_is_paired_by_document() -> None:
+    """Documents differ in loss by 10 and more, and in the difference by 0.5 at most. A document
+    without such tokens is not counted.
+    """
+    counts = [4] * 12 + [0]
+    before = [10.0 * index for index in range(12)] + [0.0]
+    apart = [1.0, 2.0, 3.0] * 4 + [0.0]
+    one = repeats_of([a + b for a, b in zip(before, apart, strict=True)], counts)
+    found = difference(one, repeats_of(before, counts))
+    assert found is not None
+    by_document = np.array(apart[:12]) / 4
+    assert found.value == pytest.approx(by_document.mean())
+    assert found.standard_error == pytest.approx(by_document.std(ddof=1) / math.sqrt(12))
+
+
+def test_early_results_have_no_paired_difference() -> None:
+    early = Repeats(start=1, end=2, loss=1.0, standard_error=0.1, tokens=8)
+    assert difference(early, early) is None
+    assert difference(repeats_of([1.0, 2.0], [3, 5]), repeats_of([1.0, 2.0], [5, 3])) is None, "of other tokens"
+
+
+@pytest.mark.parametrize(("sums", "counts"), [([8.0], [4, 4]), ([8.0, 0.0], [8, 1]), ([9.0, 1.0], [4, 4])])
+def test_sums_that_do_not_make_the_loss_are_refused(sums: list[float], counts: list[int]) -> None:
+    with pytest.raises(ValidationError, match="repeats from 1"):
+        Repeats(start=1, end=2, loss=1.0, standard_error=0.1, tokens=8, sums=sums, counts=counts)
+
+
 def test_the_command_shows_a_table_and_a_figure(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        cli.main(["induction", str(run), "--lengths", "1x,4x", "--window", "1x", "--tokens", "512", "-q"])
-    assert not left.value.code
+    for window in ([], ["--window", "1x"]):
+        with pytest.raises(SystemExit) as left:
+            cli.main(["induction", str(run), "--lengths", "1x,4x", *window, "--tokens", "512", "-q"])
+        assert not left.value.code
     out = capsys.readouterr().out
     for part in load_measured(run, Induction).rows[0].by_distance:
         assert f"{part.loss:.3f}" in out
     assert "window 32" in out
+    whole, narrow = (
+        next(row for row in load_measured(run, Induction).rows if (row.length, row.window) == (128, window))
+        for window in (None, 32)
+    )
+    assert "4x, as trained less window 32" in out
+    for part, other in zip(whole.by_distance, narrow.by_distance, strict=True):
+        apart = difference(part, other)
+        assert apart is not None
+        assert f"{apart.value:.3f} ± {apart.standard_error:.3f}" in out
     assert (run / "induction.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
@@ -119,6 +119,15 @@ def repeats(tokens: NDArray[np.int64], ngram: int) -> NDArray[np.int64]:
     return found
 
 
+def difference(one: Repeats, other: Repeats) -> Mean | None:
+    """The loss of one less that of the other, both of the same tokens, paired by document; None
+    where an early result does not have the sums of documents.
+    """
+    if not one.counts or one.counts != other.counts:
+        return None
+    return _mean(one.sums, one.counts) - _mean(other.sums, other.counts)
+
+
 def edges(train_length: int, longest: int) -> list[int]:
     """Bucket edges of distances: 0 (never), 1, and powers of two of the training length from a half
     on.
@@ -148,8 +157,23 @@ def _losses(
 
 
 def _buckets(limits: list[int], sums: NDArray[np.float64], counts: NDArray[np.float64]) -> Iterator[Repeats]:
+    read = counts.any(axis=1)  # documents that the spans start in
+    sums, counts = sums[read], counts[read].astype(np.int64)
     for index, (start, end) in enumerate(pairwise(limits)):
-        there = counts[:, index] > 0
-        if there.any():
-            mean, tokens = Mean.of(sums[there, index], counts[there, index]), int(counts[:, index].sum())
-            yield Repeats(start=start, end=end, loss=mean.value, standard_error=mean.standard_error, tokens=tokens)
+        if counts[:, index].any():
+            mean = _mean(sums[:, index], counts[:, index])
+            yield Repeats(
+                start=start,
+                end=end,
+                loss=mean.value,
+                standard_error=mean.standard_error,
+                tokens=int(counts[:, index].sum()),
+                sums=[round(total, 4) for total in sums[:, index].tolist()],
+                counts=counts[:, index].tolist(),
+            )
+
+
+def _mean(sums: ArrayLike, counts: ArrayLike) -> Mean:
+    """Over the documents that have such tokens."""
+    total, count = np.asarray(sums, np.float64), np.asarray(counts, np.int64)
+    return Mean.of(total[count > 0], count[count > 0], tuple(count.tolist()))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from softfocus.lab.evaluate.induction import difference
 from softfocus.lab.report.curves import Line, Panel, Point, curve_table, save_curves
 from softfocus.lab.run_folder.results import Induction, Repeats
 
@@ -15,13 +16,17 @@ FIGURE = "induction.png"
 
 
 def induction_table(found: Induction) -> Table:
-    """A row for each length and window, a column for each bucket of distances."""
+    """A row for each length and window, a column for each bucket of distances.
+
+    The last rows are what the keys beyond a window change: the loss as trained less that with the
+    window, of the same tokens, paired by document.
+    """
     parts = {part.start: part for row in found.rows for part in row.by_distance}
     return curve_table(
         f"Loss by tokens since the same {found.ngram} tokens stood before; {found.tokens:,} tokens, "
         f"{found.documents} documents",
         "windows of",
-        list(_lines(found)),
+        [*_lines(found), *_differences(found)],
         {_place(part): f"{_name(part)}\n{part.tokens:,} tokens" for part in parts.values()},
     )
 
@@ -41,6 +46,21 @@ def _lines(found: Induction) -> Iterator[Line]:
         narrow = f", window {row.window}" if row.window else ""
         points = [Point(_place(part), part.loss, part.standard_error) for part in row.by_distance]
         yield Line(f"{row.length / found.train_length:g}x{narrow}", points)
+
+
+def _differences(found: Induction) -> Iterator[Line]:
+    """What the keys beyond each window change at each length that was measured with and without
+    it.
+    """
+    whole = {row.length: row.by_distance for row in found.rows if not row.window}
+    for row in found.rows:
+        if not row.window or row.length not in whole:
+            continue
+        pairs = zip(whole[row.length], row.by_distance, strict=True)
+        apart = [(part, difference(part, narrow)) for part, narrow in pairs]
+        points = [Point(_place(part), mean.value, mean.standard_error) for part, mean in apart if mean is not None]
+        if points:
+            yield Line(f"{row.length / found.train_length:g}x, as trained less window {row.window}", points)
 
 
 def _place(part: Repeats) -> float:

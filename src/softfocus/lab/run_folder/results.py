@@ -397,6 +397,16 @@ class Repeats(Record):
     loss: float
     standard_error: float = Field(description="over documents; NaN where there is only one")
     tokens: int
+    sums: list[float] = Field(default=[], description="summed loss of each document; early results lack it")
+    counts: list[int] = Field(default=[], description="these tokens in each document; early results lack it")
+
+    @model_validator(mode="after")
+    def _agrees(self) -> "Repeats":
+        where = f"repeats from {self.start}"
+        if len(self.sums) != len(self.counts) or (self.counts and sum(self.counts) != self.tokens):
+            raise ValueError(f"{where}: sums, counts and tokens do not fit together")
+        _check_loss(f"{where}: the loss", self.loss, self.sums, self.tokens)
+        return self
 
 
 class InductionRow(Record):
