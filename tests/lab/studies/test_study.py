@@ -17,7 +17,7 @@ from rich.console import Console
 
 from softfocus.lab import objective, progress
 from softfocus.lab.cli.options import seeds_of
-from softfocus.lab.errors import LabError, UsageError
+from softfocus.lab.errors import Interrupted, LabError, UsageError
 from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.evaluate.means import difference
 from softfocus.lab.evaluate.recall import recall
@@ -36,7 +36,7 @@ from softfocus.lab.run_folder.owner import LOCK, owning
 from softfocus.lab.run_folder.results import Answers, Recall, RecallRow
 from softfocus.lab.studies import estimate, pool, study
 from softfocus.lab.studies.demo import run_demo
-from softfocus.lab.studies.jobs import plan_jobs, refuse_other_data
+from softfocus.lab.studies.jobs import TRAINING, plan_jobs, refuse_other_data
 from softfocus.lab.studies.screen import Screen
 from softfocus.lab.studies.study import run_study, train_all
 from softfocus.lab.train.run import train
@@ -327,6 +327,33 @@ def test_a_training_is_not_announced_for_what_is_trained_or_done(two_rows: Path,
         "Evaluating what is trained: second.",
         "2 at a time. Stop with Ctrl-C; started again, it goes on.",
     ]
+
+
+def test_a_second_start_counts_the_steps_of_checkpoints(two_rows: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """The screen says from where a stopped run goes on, and the estimate leaves out what is
+    done.
+    """
+    (recipe, *_) = study.recipes(*study.load(str(two_rows)))
+
+    def stop(event: Event) -> None:
+        if event.kind == "step" and event.done == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        train(recipe, tmp_path / recipe.name, progress=stop)
+    (job,) = plan_jobs(tmp_path, [recipe], ["first"])
+    assert (job.status, job.trained, job.steps_done, recipe.train.steps) == ("waiting", False, 4, 10)
+    monkeypatch.setattr(estimate, "_trial", lambda *_: (1.0, 1))
+    seconds = estimate.START_SECONDS + 1 - TRAINING * 4 / 10
+    assert estimate.estimate([job], 1).seconds == pytest.approx(seconds)
+    with Screen(screen := console(), [job], 1):
+        pass
+    assert "first: goes on from step 4 of 10\n" in said(screen)
+    (job,) = plan_jobs(tmp_path, [recipe], ["first"], overwrite=True)
+    assert (job.steps_done, job.share) == (0, 0.0)
+    (tmp_path / recipe.name / RUN).unlink()
+    (job,) = plan_jobs(tmp_path, [recipe], ["first"])
+    assert job.steps_done == 0, "without run.json the training deletes its checkpoints"
 
 
 def test_an_estimate_says_that_it_tokenises(two_rows: Path, tmp_path: Path, monkeypatch: Any) -> None:

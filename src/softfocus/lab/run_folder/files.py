@@ -148,6 +148,17 @@ def recipe_token(folder: Path) -> str | None:
     return None
 
 
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The folders of checkpoints, the newest first, damaged ones included."""
+    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
 def measures(function: Callable[Concatenate[Path, _P], _R]) -> Callable[Concatenate[Path, _P], _R]:
     """Decorates what measures a finished run and writes into its folder, which nobody else then
     does meanwhile.

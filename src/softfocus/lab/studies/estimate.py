@@ -49,8 +49,9 @@ def estimate(
     """What the runs that are not finished will take. Rows that are trained alike but for the seed
     are timed once.
 
-    Each run is a process, which has to start. Of one that is trained the evaluation is left. That
-    is the screen's share of a run, and as long as training takes for the tokens on which a run is
+    Each run is a process, which has to start. One that was stopped goes on from its newest
+    checkpoint. Of one that is trained the evaluation is left. That is the screen's share of a run,
+    and as long as training takes for the tokens on which a run is
     fine-tuned for a classification. What passkeys, tasks and the rest of evaluate.also take is left
     out. ``tell`` is called before each row, and while its corpus is prepared.
     """
@@ -64,7 +65,7 @@ def estimate(
     seconds = 0.0
     for job, row in zip(left, rows, strict=True):
         training = TRAINING * timed[row][0]
-        seconds += START_SECONDS + timed[row][0] - (training if job.trained else 0.0)
+        seconds += START_SECONDS + timed[row][0] - training * job.trained_share
         if "classification" in job.recipe.evaluate.also:
             seconds += training * _fine_tuning(job.recipe, processes)
     seconds /= min(workers, max(1, len(left)))

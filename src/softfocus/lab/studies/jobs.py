@@ -16,13 +16,16 @@ from softfocus.lab.recipes.lengths import parse
 from softfocus.lab.recipes.loading import differences, flat, load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import (
+    CHECKPOINTS,
     CLASSIFICATION,
     INSPECTION,
     RECIPE,
     RUN,
     TASKS,
+    checkpoints_in,
     load_measured,
     load_run,
+    step_of,
 )
 from softfocus.lab.run_folder.results import NGRAM, SEQUENCES, Evaluation, Induction, Recall, RunInfo
 from softfocus.lab.studies.worker import passkey_lengths, possible_settings
@@ -50,6 +53,8 @@ class Job:
     status: Status = "waiting"
     trained: bool = False
     """Whether an earlier call trained it to the end. It is then only evaluated."""
+    steps_done: int = 0
+    """Steps of a training that an earlier call began, up to its newest checkpoint."""
     error: str = ""
     replaced: str = ""
     """What its measurement will replace, and why; empty where nothing will be lost."""
@@ -69,6 +74,11 @@ class Job:
         # A resumed run begins in the middle, so the pace is that of this session
         self._began = self._began or (now, self.share)
         self._now = now
+
+    @property
+    def trained_share(self) -> float:
+        """The share of the steps that an earlier call has done."""
+        return 1.0 if self.trained else self.steps_done / self.recipe.train.steps
 
     @property
     def row(self) -> str:
@@ -125,7 +135,9 @@ def plan_jobs(folder: Path, recipes: Sequence[Recipe], labels: Sequence[str], *,
         elif not overwrite and (diverged := divergence(job.folder)):
             job.status, job.error = "diverged", diverged.error or ""
         job.trained = not overwrite and _is_trained(job)
-        job.share = TRAINING if job.trained else 0.0
+        if job.status == "waiting" and not overwrite and not job.trained and (job.folder / RUN).exists():
+            job.steps_done = next(map(step_of, checkpoints_in(job.folder / CHECKPOINTS)), 0)
+        job.share = TRAINING * job.trained_share
     return jobs
 
 

@@ -56,6 +56,9 @@ class Screen:
         for what, labels in told.items():
             if labels:
                 self._say(f"{what} {', '.join(labels)}.")
+        for job in left:
+            if job.steps_done:
+                self._say(f"{job.label}: goes on from step {job.steps_done:,} of {job.recipe.train.steps:,}")
         self._say(
             f"{self._workers} at a time. Stop with Ctrl-C; started again, it goes on."
             if left

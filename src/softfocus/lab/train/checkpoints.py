@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import Listener, preparing
-from softfocus.lab.run_folder.files import CHECKPOINTS
+from softfocus.lab.run_folder.files import CHECKPOINTS, checkpoints_in, step_of
 from softfocus.lab.run_folder.manifest import damage, seal
 
 UNFINISHED = ".unfinished"
@@ -83,7 +83,7 @@ def keep(written: Path, checkpoint: Path, before: Path | None, token: str) -> No
     seal(written, token)
     shutil.rmtree(checkpoint, ignore_errors=True)  # a damaged one, which the run went back from
     written.rename(checkpoint)
-    for other in _all(checkpoint.parent):
+    for other in checkpoints_in(checkpoint.parent):
         if other not in (checkpoint, before):
             shutil.rmtree(other, ignore_errors=True)
 
@@ -98,7 +98,7 @@ def clear(folder: Path, checkpoint: Path | None) -> None:
     """
     shutil.rmtree(folder / CHECKPOINTS / UNFINISHED, ignore_errors=True)
     if checkpoint is not None:
-        older = [other for other in _all(checkpoint.parent) if _step(other) < _step(checkpoint)]
+        older = [other for other in checkpoints_in(checkpoint.parent) if step_of(other) < step_of(checkpoint)]
         for other in older[1:]:
             shutil.rmtree(other, ignore_errors=True)
 
@@ -119,7 +119,7 @@ def newest(folder: Path, run: str, token: str, listener: Listener) -> Path | Non
         LabError: there are checkpoints, and all of them are damaged.
     """
     damaged: list[str] = []
-    for checkpoint in _all(folder / CHECKPOINTS):
+    for checkpoint in checkpoints_in(folder / CHECKPOINTS):
         why = damage(checkpoint, token, lambda share: listener(preparing(run, "checking checkpoints", share)))
         if why is None:
             if damaged:
@@ -133,13 +133,3 @@ def newest(folder: Path, run: str, token: str, listener: Listener) -> Path | Non
             "a run of a version of softfocus that wrote no manifest.json)",
         )
     return None
-
-
-def _all(folder: Path) -> list[Path]:
-    """The newest first."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
-    return sorted(found, key=_step, reverse=True)
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("checkpoint-"))
