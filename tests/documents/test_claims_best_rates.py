@@ -85,16 +85,27 @@ def loss(runs: dict[int, Run], seeds: set[int]) -> float:
     )
 
 
+def at_rates(row: str, own: dict[int, Run]) -> Rates:
+    """A claim's own runs of a row, and those at other rates."""
+    rates: Rates = {rate_of(next(iter(own.values()))): own}
+    for rate, some in swept().get(SAME.get(row, row), {}).items():
+        rates.setdefault(rate, {seed: run.model_copy(update={"row": row}) for seed, run in some.items()})
+    return rates
+
+
+def lowest(rates: Rates) -> float:
+    """The rate with the lowest mean loss, over the seeds that all rates have."""
+    seeds = set.intersection(*(set(some) for some in rates.values()))
+    return min(rates, key=lambda rate: loss(rates[rate], seeds))
+
+
 @cache
 def best_of(name: str) -> Best:
     own, runs, moved, single = claim(name), [], {}, []
     for row in own.rows:
         first = own.of(row)
-        rates: Rates = {rate_of(first[0]): {run.info.seed: run for run in first}}
-        for rate, some in swept().get(SAME.get(row, row), {}).items():
-            rates.setdefault(rate, {seed: run.model_copy(update={"row": row}) for seed, run in some.items()})
-        seeds = set.intersection(*(set(some) for some in rates.values()))
-        best = min(rates, key=lambda rate: loss(rates[rate], seeds))
+        rates = at_rates(row, {run.info.seed: run for run in first})
+        best = lowest(rates)
         if best != rate_of(first[0]):
             moved[row] = len(rates[best])
         elif len(rates) == 1:
@@ -151,11 +162,8 @@ def all_rows() -> dict[str, dict[int, Run]]:
 
 
 def best_rate(row: str) -> float:
-    """With the lowest mean loss, over the seeds that all its rates have."""
-    own = all_rows()[row]
-    rates: Rates = {rate_of(next(iter(own.values()))): own, **swept().get(row, {})}
-    seeds = set.intersection(*(set(some) for some in rates.values()))
-    return min(rates, key=lambda rate: loss(rates[rate], seeds))
+    """Of a row's claim with the first runs."""
+    return lowest(at_rates(row, all_rows()[row]))
 
 
 def at_an_edge() -> set[str]:
