@@ -1181,6 +1181,25 @@ def test_the_fastest_tile_is_taken_and_remembered(measured, monkeypatch):
     assert len(measured.timed) == 4
 
 
+def test_processes_that_measure_at_once_take_one_tile(measured, monkeypatch):
+    """They may measure different tiles: the one that is kept first is every process's."""
+    ours, others = tuning._time, []
+
+    def while_another_process_measures(call):
+        if not others:
+            others.append(None)
+            with monkeypatch.context() as other:
+                other.setattr(tuning, "_known", {})
+                other.setattr(tuning, "_time", lambda call: (call(), measured.timed[-1].keys)[1])
+                others[0] = measured()
+        return ours(call)
+
+    monkeypatch.setattr(tuning, "_time", while_another_process_measures)
+    assert measured() == others[0] == MEASURED[0]
+    monkeypatch.setattr(tuning, "_known", {})
+    assert measured() == others[0]
+
+
 def test_a_broken_record_is_measured_again(measured, monkeypatch, tmp_path):
     measured()
     (record,) = tmp_path.rglob("tile.json")

@@ -13,7 +13,7 @@ import torch
 import triton
 from triton import knobs
 from triton.runtime import driver
-from triton.runtime.cache import get_cache_manager
+from triton.runtime.cache import CacheManager, get_cache_manager
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from softfocus.backends.triton.variants import compiled_as
@@ -209,6 +209,7 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
+_RECORD = "tile.json"
 _known: dict[tuple[Hashable, ...], TileShape] = {}
 
 
@@ -236,15 +237,17 @@ def fastest(
     key = (_name(device), *key)
     if key not in _known:
         code = hashlib.sha256(json.dumps([triton.__version__, _source(), key]).encode()).hexdigest()
-        store = get_cache_manager(code)
-        found = store.get_file("tile.json")
-        tile = None if found is None else _read(found)
-        if tile not in (*candidates, *SMALLER):
+        store, known = get_cache_manager(code), (*candidates, *SMALLER)
+        tile = _kept(store, known)
+        if tile is None:
             capturing = torch.cuda.is_current_stream_capturing()
             tile = None if capturing else _measured(candidates, run) or _measured(SMALLER, run)
             if tile is None:
                 return candidates[0]
-            store.put(json.dumps(tile), "tile.json", binary=False)
+            if other := _kept(store, known):  # of a process that measured at the same time
+                tile = other
+            else:
+                store.put(json.dumps(tile), _RECORD, binary=False)
         _known[key] = tile
     return _known[key]
 
@@ -280,11 +283,14 @@ def _time(run: Callable[[], Any]) -> float:
     return took
 
 
-def _read(path: str) -> TileShape | None:
+def _kept(store: CacheManager, known: tuple[TileShape, ...]) -> TileShape | None:
+    """The tile shape that a process has measured; None where there is none, or no known one."""
+    found = store.get_file(_RECORD)
     try:
-        return TileShape(*json.loads(Path(path).read_text()))
+        tile = None if found is None else TileShape(*json.loads(Path(found).read_text()))
     except (OSError, ValueError, TypeError):
         return None
+    return tile if tile in known else None
 
 
 @cache
