@@ -184,6 +184,9 @@ class Claim(Table):
     says: str = Field(description="what the paper says, in our words")
     paper: Reported | None = Field(default=None, description="its numbers")
     notes: list[str] = Field(default=[], description="what differs from the paper, or is not known of it")
+    yardstick: str | None = Field(
+        default=None, description="the row that all stand beside, with a window; by default the only one of softmax"
+    )
     bases: dict[Scale, str] = Field(default={}, description="scale -> the recipe that the rows change, if not BASES'")
     rows: dict[str, dict[str, Any]] = Field(
         default={},
@@ -206,6 +209,8 @@ class Claim(Table):
                 raise ValueError(f"statement {statement.says!r}: there are no other rows")
             if unknown := [name for name in (*rows, *others) if name not in (*self.rows, "*")]:
                 raise ValueError(f"statement {statement.says!r}: there is no row {unknown[0]!r}")
+        if self.yardstick is not None and self.yardstick not in self.rows:
+            raise ValueError(f"yardstick: there is no row {self.yardstick!r}")
         for name, row in self.rows.items():
             base = row.get("base", dict.fromkeys(self.scales, ""))
             named = isinstance(base, dict) and all(isinstance(one, str) for one in base.values())

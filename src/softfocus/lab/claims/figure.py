@@ -57,7 +57,7 @@ def _figures(claim: Claim, results: Results, title: str) -> dict[str, Callable[[
     """Those that the results have something to show in, by their files."""
     found: dict[str, Callable[[], Figure]] = {}
     if groups := [group for row in results.rows if (group := results.group(row)) is not None]:
-        found[FIGURE] = partial(draw, groups, results.yardstick, title=title)
+        found[FIGURE] = partial(draw, groups, results.yardstick(claim), title=title)
     if any(run.curves for run in results.runs):
         found[TRAINING] = partial(draw_training, results, title=title)
     if any(run.shares for run in results.runs):

@@ -107,8 +107,8 @@ def _outcome(claim: Claim, scale: Scale, results: Results) -> list[str]:
         parts.append("\n".join(wrapped(line, "  ") for line in told))
     groups = [group for row in results.rows if (group := results.group(row)) is not None]
     if groups:
-        parts.append(wrapped(tables.reading(results, groups)))
-        parts += [tables.losses(results, groups, setting) for setting in settings(groups)]
+        parts.append(wrapped(tables.reading(claim, results, groups)))
+        parts += [tables.losses(claim, results, groups, setting) for setting in settings(groups)]
     if claim.first(Steeper) is not None:
         parts.append(tables.gradients(results))
     if any(run.shares for run in results.runs):

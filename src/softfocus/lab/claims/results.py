@@ -178,12 +178,14 @@ class Results(Record):
         found = tuple(run.evaluation for run in self.of(row) if run.evaluation is not None)
         return Group(row, found) if found else None
 
-    @property
-    def yardstick(self) -> Group | None:
-        """What every row stands beside, with WINDOW: the only row that runs softmax, whatever its
-        architecture. None where there is no such row, or several, of different sizes, say.
+    def yardstick(self, claim: Claim) -> Group | None:
+        """What every row stands beside, with WINDOW: the row that the claim names, or the only row
+        that runs softmax, whatever its architecture. None where there is no such row, or several,
+        of different sizes, say.
         """
         found = dict.fromkeys(run.row for run in self.runs if run.info.mechanism == "softmax")
+        if claim.yardstick is not None:
+            return self.group(claim.yardstick)
         return self.group(*found) if len(found) == 1 else None
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median, stdev
 
-from softfocus.lab.claims.claim import Saves
+from softfocus.lab.claims.claim import Claim, Saves
 from softfocus.lab.claims.power_law import families
 from softfocus.lab.claims.results import WINDOW, Results, Run
 from softfocus.lab.report.points import Cell, Group, cell, column_name, columns, count_text, loss_text, settings
@@ -22,7 +22,7 @@ def sampled(groups: Sequence[Group]) -> bool:
     return WRONG.name() in settings(groups)
 
 
-def reading(results: Results, groups: Sequence[Group]) -> str:
+def reading(claim: Claim, results: Results, groups: Sequence[Group]) -> str:
     """How to read the tables of losses."""
     if sampled(groups):
         return (
@@ -30,7 +30,7 @@ def reading(results: Results, groups: Sequence[Group]) -> str:
             "mean ± standard deviation over seeds."
         )
     text = "Validation loss in nats per token: mean ± standard deviation over seeds."
-    yard = _yardstick(results, groups)
+    yard = _yardstick(claim, results, groups)
     if yard is None:
         return text
     last = column_name(columns(groups)[-1])
@@ -40,16 +40,16 @@ def reading(results: Results, groups: Sequence[Group]) -> str:
     )
 
 
-def _yardstick(results: Results, groups: Sequence[Group]) -> Cell | None:
+def _yardstick(claim: Claim, results: Results, groups: Sequence[Group]) -> Cell | None:
     """What the last column is beside, at the longest length; None where there is no such row."""
-    yard = results.yardstick
+    yard = results.yardstick(claim)
     return None if yard is None or sampled(groups) else cell(yard, columns(groups)[-1], WINDOW)
 
 
-def losses(results: Results, groups: Sequence[Group], setting: str) -> str:
+def losses(claim: Claim, results: Results, groups: Sequence[Group], setting: str) -> str:
     """A table of the groups under one setting."""
     across = columns(groups)
-    reference = _yardstick(results, groups)
+    reference = _yardstick(claim, results, groups)
     lines = []
     for group in groups:
         cells = [cell(group, column, setting) for column in across]
