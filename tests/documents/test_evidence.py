@@ -323,9 +323,9 @@ def test_what_is_said_of_the_parts_of_global_heads():
     assert above.sure
     assert not same.sure
     losses = [cell(of_seeds(pairs["4e-3"], {0})[row], *HERE).loss for row in ("softmax", "ours")]
-    text = f"With init std 0.09 softmax in them raises the loss there, by {shown(above)} (1x). At 4e-3 it does not"
+    text = f"With init std 0.09 softmax in them raises the loss there, by {shown(above)} (1x, one seed). At 4e-3 it"
     each = "{:.3f} with softmax in them, and {:.3f} without (seed 0).".format(*losses)
-    assert f"{text} change it significantly: {each}" in TEXT
+    assert f"{text} does not change it significantly: {each}" in TEXT
     assert not beside(by_row("learning-rates-bpe"), "softmax-4-pair-head", "softmax-4").sure
     assert "With 1.3 M on BPE tokens it [does not lower Softmax's loss significantly](global-heads.md#" in TEXT
 

@@ -232,12 +232,14 @@ def test_the_init_stds_that_readme_says_recall_is_learned_with():
     slow = {how: min(share for other, share in ours if other == how) for how, _ in ours if how[1] == 5e-4}
     learned = {(0.02, 1500), (0.04, 1500), (0.05, 1500), (0.0625, 3000)}
     assert {(start, steps) for (start, _, steps), least in slow.items() if least > 0.97} == learned
-    assert slow[0.0625, 5e-4, 1500] < 0.8, "it needs 3,000 steps"
+    short, long = ([share for how, share in ours if how == (0.0625, 5e-4, steps)] for steps in (1500, 3000))
+    assert [(sum(share > 0.97 for share in some), len(some)) for some in (short, long)] == [(6, 8), (8, 8)]
     wide = [share for (start, _, steps), share in ours if start == 0.09]
     assert len(wide) == 7
     assert max(wide) < 0.25
     readme = of_pages("README.md")[0]
-    assert "with init stds of 0.02 to 0.0625 (the latter needs 3,000 steps)." in readme
+    text = "(with the latter all eight trainings do in 3,000 steps, six of eight in 1,500)."
+    assert f"with init stds of 0.02 to 0.0625 {text}" in readme
     assert "With 0.09, the best on text, none of seven trainings did, in 1,500 steps." in readme
 
 
@@ -631,15 +633,13 @@ def test_what_is_said_of_its_parts_is_measured():
         "ssmax-nope": "SSMax",
         "qknorm-nope": "QK-norm",
         "lssa-nope": "LSSA",
-        "lssar-nope": "LSSAR",
+        "lssar-nope": "LSSAR, p = 31, annealed",
     }.items():
         assert f" {name}: {higher(row)}." in TEXT
     dearer = beside(by, "lssar-nope", OURS, HERE)
     assert dearer.sure
-    said_of_it = (
-        f"LSSAR has a higher loss there than cosine softmax, by {shown(dearer).removeprefix('+')} nats per byte"
-    )
-    assert said_of_it in of_pages("README.md")[0]
+    said_of_it = "In the global heads LSSAR (p = 31, annealed) has a higher loss than `cosine_log_n`, by"
+    assert f"{said_of_it} {shown(dearer).removeprefix('+')} nats per byte" in of_pages("README.md")[0]
     assert f"**All heads local**: {higher('local')}, a higher loss in every seed." in TEXT
     assert f"**Without the previous-token head**: {higher('no-pair-head')}." in TEXT
     for row in ("ssmax-nope", "qknorm-nope", "lssa-nope", "lssar-nope", "local", "no-pair-head", "laser-cosine-nope"):

@@ -982,7 +982,8 @@ def test_what_is_said_of_512_tokens_is_measured():
         tried = [loss(f"layouts-512-rates/{rate}", f"{row}-s0", 512) for rate in ("2e-3", "1e-3", "8e-3")]
         assert tried[0] == min(*tried, at(f"{row}-s0", 512)), "the best rate"
     lead_of_small = shown(minus(by, "global-heads", "softmax"), "+")
-    assert f"With init std 0.02 global heads minus Softmax: {lead_of_small} (1x, inconclusive)." in evidence
+    text = f"With init std 0.02 at 4e-3 global heads minus Softmax with 0.02: {lead_of_small} (1x, inconclusive)."
+    assert text in evidence
     steep = cell(by["softmax-4"], *HERE)
     assert f"At 4e-3 its seeds differ by {max(steep.values) - min(steep.values):.3f}" in TEXT
 

@@ -197,7 +197,7 @@ def test_what_is_said_of_recall_at_other_rates_holds_for_every_seed():
 
     readme, evidence = of_pages("README.md", "docs/evidence.md")
     edges = f"{100 * best[0]:.0f} to {100 * best[-1]:.0f} %"
-    others = "cosine softmax, SSMax, LASER, LSSA and LSSAR (p of 7 or more) over 98 %, each at its best rate"
+    others = "`cosine_log_n`, SSMax, LASER, LSSA and LSSAR (p of 7 or more) over 98 %, each at its best rate"
     assert f"With short wavelengths, among 64 times as many pairs, softmax recalled {edges}; {others}" in readme
     high = {
         name: max(min(shares) for shares in pairs[f"{name}-short-rope"].values())
