@@ -194,7 +194,8 @@ def test_re_weighting_without_training_fails_at_each_rate():
     failed = [set(one) == {"fails"} for one in of_statements]
     assert failed == [one[1] == "fails" for one in of_statements]
     (among,) = {sum(failed)}
-    assert f"the {['two', 'three', 'four'][among - 2]} statements of the table that fail at 4e-3 fail at 2e-3 and" in TEXT
+    count = ["two", "three", "four"][among - 2]
+    assert f"the {count} statements of the table that fail at 4e-3 fail at 2e-3 and" in TEXT
     assert set(of_statements[1]) == {"holds"}
 
 

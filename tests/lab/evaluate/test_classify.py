@@ -254,7 +254,7 @@ def test_a_study_measures_what_its_recipe_asks_for(tiny: Path, tmp_path: Path, s
     train(load(file), tmp_path / "one")
     (job,) = plan_jobs(tmp_path, [load(file)], ["one"])
     assert job.status == "waiting"
-    worker._work(str(file), tmp_path / "one", False, io.StringIO())
+    worker._work(str(file), tmp_path / "one", io.StringIO())
     (job,) = plan_jobs(tmp_path, [load(file)], ["one"])
     assert job.status == "finished"
     for name in ("classification.json", "inspect/inspect.json", "induction.json", "recall.json"):

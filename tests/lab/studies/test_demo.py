@@ -370,7 +370,7 @@ class TestWhole:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         threading.Thread(target=interrupt, daemon=True).start()
         try:
-            with pytest.raises(LabError, match="interrupted; start the command again to go on"):
+            with pytest.raises(LabError, match="interrupted; started again the command goes on"):
                 run_demo(folder, models=[str(recipe)], console=plain_console())
         finally:
             signal.signal(signal.SIGINT, before)

@@ -36,7 +36,7 @@ from softfocus.lab.run_folder.owner import LOCK, owning
 from softfocus.lab.run_folder.results import Answers, Recall, RecallRow
 from softfocus.lab.studies import estimate, pool, study
 from softfocus.lab.studies.demo import run_demo
-from softfocus.lab.studies.jobs import TRAINING, plan_jobs, refuse_other_data
+from softfocus.lab.studies.jobs import TRAINING, Job, plan_jobs, refuse_other_data
 from softfocus.lab.studies.screen import Screen
 from softfocus.lab.studies.study import run_study, train_all
 from softfocus.lab.train.run import train
@@ -825,6 +825,33 @@ def test_a_worker_that_dies_has_not_diverged_as_the_run_before_it(
     monkeypatch.setattr(pool.sys, "executable", shutil.which("false"))
     with pytest.raises(LabError, match=r"2 of 2 models failed: plain-s3: ended with exit code 1"):
         run_study(str(two_rows), out, jobs=1, seeds=[3], overwrite=True, console=console())
+
+
+def test_an_overwrite_that_was_stopped_leaves_no_old_run(
+    two_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a second call would take old runs for new ones; with --overwrite it would delete the new
+    ones.
+    """
+    out, own = tmp_path / "out", tmp_path / "out/plain-s3/notes.txt"
+    for recipe in study.recipes(*study.load(str(two_rows)), seeds=[3]):
+        finish(recipe, out)
+    own.write_text("of the user's")
+
+    def stop(pool: object, waiting: list[Job]) -> None:
+        assert [job.status for job in waiting] == ["waiting"] * 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool.WorkerPool, "run", stop)
+    screen = console()
+    with pytest.raises(Interrupted, match=r"interrupted; started again without --overwrite the command goes on"):
+        run_study(str(two_rows), out, jobs=1, seeds=[3], overwrite=True, console=screen)
+    assert "Stop with Ctrl-C; started again without --overwrite, it goes on." in said(screen)
+    recipes = study.recipes(*study.load(str(two_rows)), seeds=[3])
+    jobs = plan_jobs(out, recipes, ["first", "second"])
+    assert [(job.status, job.trained) for job in jobs] == [("waiting", False)] * 2
+    train(recipes[0], out / recipes[0].name, resume=True)  # as a worker does
+    assert own.read_text() == "of the user's"
 
 
 def test_setting_a_key_keeps_the_rest_of_its_table(tiny: Path, tmp_path: Path) -> None:

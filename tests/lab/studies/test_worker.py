@@ -36,7 +36,7 @@ def test_a_run_is_measured_again_on_other_text(tiny: Path, tmp_path: Path, maske
     def call(tokens: int) -> Recipe:
         recipe = load(tiny, [*changes, f"evaluate.tokens={tokens}"])
         (tmp_path / "a.toml").write_text(recipe.to_toml())
-        worker._work(str(tmp_path / "a.toml"), tmp_path / "a", False, io.StringIO())
+        worker._work(str(tmp_path / "a.toml"), tmp_path / "a", io.StringIO())
         assert load_measured(tmp_path / "a", Evaluation).tokens == tokens
         (job,) = plan_jobs(tmp_path, [recipe], ["a"])
         assert job.status == "finished"
@@ -84,7 +84,7 @@ def test_a_run_whose_configuration_is_damaged_is_not_finished(
 
 def work(recipe: Recipe, folder: Path) -> None:
     (folder / f"{recipe.name}.toml").write_text(recipe.to_toml())
-    worker._work(str(folder / f"{recipe.name}.toml"), folder / recipe.name, False, io.StringIO())
+    worker._work(str(folder / f"{recipe.name}.toml"), folder / recipe.name, io.StringIO())
 
 
 @pytest.mark.long

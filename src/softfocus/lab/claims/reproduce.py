@@ -111,7 +111,7 @@ def reproduce(
     for line in verdict_lines(claim, results):
         say(console, line, wrap=True)
     say(console, f"  {folder / PUBLISHED / f'{name}.md'}")
-    refuse_failed(found)
+    refuse_failed(found, overwrite=overwrite)
     return results
 
 

@@ -3,6 +3,7 @@ run.
 """
 
 import logging
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
@@ -129,6 +130,17 @@ def to_resume(folder: Path) -> str:
 def to_train_again(folder: Path) -> str:
     """The command that trains a run from its start, for a sentence."""
     return f"`softfocus train {folder / RECIPE} --out {folder} --overwrite`"
+
+
+def clear_run(folder: Path) -> None:
+    """Delete a run, all but its recipe, which marks the folder as the lab's."""
+    # run.json first: without it nothing that is left looks like a run
+    (folder / RUN).unlink(missing_ok=True)
+    for name in (MODEL, CHECKPOINTS, TENSORBOARD, INSPECTION, UNFINISHED_CLASSIFICATION):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in (UNFINISHED, *(name for name, _ in MEASURED.values())):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).with_suffix(".png").unlink(missing_ok=True)
 
 
 def write_recipe(folder: Path, recipe: str, token: str) -> None:

@@ -99,7 +99,7 @@ def run_demo(
     if entries := [load_entry(job.folder) for job in jobs if job.status == "finished"]:
         report = build(entries, title="softfocus demo: loss over length", remarks=remarks, diverged=diverged)
         show(report, write(report, folder), console)
-    refuse_failed(jobs)
+    refuse_failed(jobs, overwrite=overwrite)
     if not entries:
         raise LabError("every model diverged: " + "; ".join(lost_lines(diverged)), "look into their logs")
     return report

@@ -175,15 +175,26 @@ def missing_lines(jobs: Sequence[Job]) -> list[str]:
     return [f"{job.label} is missing: {job.error.replace(str(job.folder), job.folder.name)}" for job in lost]
 
 
-def refuse_failed(jobs: Sequence[Job]) -> None:
+def again(overwrite: bool) -> str:
+    """How a call is made that goes on with what this one has done."""
+    return "started again without --overwrite" if overwrite else "started again"
+
+
+def refuse_failed(jobs: Sequence[Job], *, overwrite: bool = False) -> None:
     """After the report on the others has been written.
+
+    Args:
+        jobs: of the call.
+        overwrite: whether it trained again what was there.
 
     Raises:
         LabError: at least one job failed.
     """
     if failed := [job for job in jobs if job.status == "failed"]:
         what = "; ".join(f"{job.label}: {job.error} (log: {job.log})" for job in failed)
-        raise LabError(f"{len(failed)} of {len(jobs)} models failed: {what}", "start again to go on with those")
+        raise LabError(
+            f"{len(failed)} of {len(jobs)} models failed: {what}", f"{again(overwrite)} the command goes on with those"
+        )
 
 
 def empty_evaluation(recipe: Recipe) -> Evaluation:

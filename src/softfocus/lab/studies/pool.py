@@ -15,10 +15,11 @@ from rich.console import Console
 
 from softfocus.lab.errors import Interrupted
 from softfocus.lab.run_folder.disk import write_atomically, writing
+from softfocus.lab.run_folder.files import RUN, clear_run
 from softfocus.lab.run_folder.owner import owning
 from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.signals import stoppable
-from softfocus.lab.studies.jobs import LOGS, Job, divergence
+from softfocus.lab.studies.jobs import LOGS, Job, again, divergence
 from softfocus.lab.studies.screen import Screen
 from softfocus.lab.studies.worker import from_line
 
@@ -41,7 +42,8 @@ def work(
         folder: gets the logs.
         jobs: what to run; each says afterwards whether it is finished or failed, and why.
         workers: jobs at a time. They share the cores.
-        overwrite: train again what is there.
+        overwrite: delete the runs that are there first. A later call without it then goes on with
+            the new ones, and finds none of the old ones.
         console: where to draw.
         processes: of each job, a device each, under torchrun.
 
@@ -54,18 +56,31 @@ def work(
         for job in jobs:
             job.log.touch()
     at_once = max(1, min(workers, sum(job.status == "waiting" for job in jobs)))
-    with stoppable(), owning(folder), Screen(console, jobs, at_once) as screen:
-        WorkerPool(workers, overwrite, screen, processes).run([job for job in jobs if job.status == "waiting"])
+    with stoppable(), owning(folder), Screen(console, jobs, at_once, again=again(overwrite)) as screen:
+        if overwrite:
+            for job in jobs:
+                _clear(job.folder)
+        try:
+            WorkerPool(workers, screen, processes).run([job for job in jobs if job.status == "waiting"])
+        except KeyboardInterrupt:
+            remedy = f"{again(overwrite)} the command goes on: nothing that was done is lost"
+            raise Interrupted("training was interrupted", remedy) from None
+
+
+def _clear(folder: Path) -> None:
+    """Delete the run in a folder, if it holds one."""
+    if (folder / RUN).exists():
+        with owning(folder):
+            clear_run(folder)
 
 
 class WorkerPool:
     """Worker processes, a few at a time, and what they say."""
 
-    def __init__(self, count: int, overwrite: bool, screen: Screen, processes: int = 1):
-        self._count, self._overwrite, self._screen, self._processes = count, overwrite, screen, processes
+    def __init__(self, count: int, screen: Screen, processes: int = 1):
+        self._count, self._screen, self._processes = count, screen, processes
         self._said: queue.Queue[tuple[Job, str | None]] = queue.Queue()
         self._working: dict[str, subprocess.Popen[str]] = {}
-        self._diverged: dict[str, str | None] = {}
 
     def run(self, jobs: list[Job]) -> None:
         """Run every job to its end, whatever happens to the others."""
@@ -86,23 +101,16 @@ class WorkerPool:
                     ready = ready or job.status == "finished"
                 else:
                     ready = self._hear(job, line) or ready
-        except KeyboardInterrupt:
-            raise Interrupted(
-                "training was interrupted", "start the command again to go on: nothing that was done is lost"
-            ) from None
         finally:
             self._stop()
 
     def _start(self, job: Job) -> None:
-        diverged = divergence(job.folder)
-        self._diverged[job.recipe.name] = None if diverged is None else diverged.model_dump_json()
         recipe = job.log.with_suffix(".toml")
         write_atomically(recipe, job.recipe.to_toml())
         command = [sys.executable, "-m"]
         if self._processes > 1:
             command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={self._processes}", "-m"]
         command += ["softfocus.lab.studies.worker", str(recipe), str(job.folder)]
-        command += ["--overwrite"] if self._overwrite else []
         threads = str(max(1, cores() // self._count))
         with job.log.open("w") as log:
             worker = subprocess.Popen(
@@ -151,9 +159,7 @@ class WorkerPool:
         else:
             job.status = "failed"
             job.error = job.error or (f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
-            before, diverged = self._diverged.pop(job.recipe.name), divergence(job.folder)
-            # One that died at once has left the earlier run.json. A NaN read twice is not equal
-            if diverged is not None and diverged.model_dump_json() != before:
+            if diverged := divergence(job.folder):
                 job.status, job.error = "diverged", diverged.error or ""
         self._screen.ended(job)
 

@@ -41,8 +41,8 @@ def clock(seconds: float) -> str:
 class Screen:
     """The display, as a context manager."""
 
-    def __init__(self, console: Console, jobs: Sequence[Job], workers: int):
-        self._console, self._jobs, self._workers = console, jobs, workers
+    def __init__(self, console: Console, jobs: Sequence[Job], workers: int, again: str = "started again"):
+        self._console, self._jobs, self._workers, self._again = console, jobs, workers, again
         self._start = time.monotonic()
         self._told = -math.inf
         self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=2, transient=True)
@@ -60,7 +60,7 @@ class Screen:
             if job.steps_done:
                 self._say(f"{job.label}: goes on from step {job.steps_done:,} of {job.recipe.train.steps:,}")
         self._say(
-            f"{self._workers} at a time. Stop with Ctrl-C; started again, it goes on."
+            f"{self._workers} at a time. Stop with Ctrl-C; {self._again}, it goes on."
             if left
             else "Nothing is left to train or evaluate."
         )

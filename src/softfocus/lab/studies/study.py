@@ -207,7 +207,7 @@ def run_study(
         over = [job.folder for job in found if job.status in ("finished", "diverged")]
         remarks = [*missing_lines(found), *(f"All rows were trained with --set {one}." for one in overrides)]
         result = compare(over, folder, title=study.title, remarks=remarks, console=console)
-    refuse_failed(found)
+    refuse_failed(found, overwrite=overwrite)
     if result is None:
         lost = "; ".join(f"{job.label}: {job.error}" for job in found)
         raise LabError(f"every run diverged, so that there is nothing to compare: {lost}", "look into their logs")

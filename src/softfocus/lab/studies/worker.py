@@ -1,7 +1,7 @@
 """One of several models, in a process of its own: train, measure, and tell the parent by lines of
 JSON on stdout.
 
-python -m softfocus.lab.studies.worker RECIPE FOLDER [--overwrite]
+python -m softfocus.lab.studies.worker RECIPE FOLDER
 """
 
 import argparse
@@ -55,7 +55,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="a shipped name or a TOML file")
     parser.add_argument("folder", type=Path, help="the run folder")
-    parser.add_argument("--overwrite", action="store_true", help="train again what is there")
     options = parser.parse_args(arguments)
     out = _own_stdout()
     keep_freed_memory()
@@ -64,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         if _is_first() and (options.folder / LOCK).exists():
             with owning(options.folder, wait=True):
                 pass  # a worker whose parent was killed may still have been writing its checkpoint
-        _work(options.recipe, options.folder, options.overwrite, out)
+        _work(options.recipe, options.folder, out)
     except LabError as error:
         return _fail(out, str(error))
     except KeyboardInterrupt:
@@ -75,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
+def _work(name: str, folder: Path, out: TextIO) -> None:
     # torch and Transformers take seconds to import, so the arguments are checked first
     refuse_file(folder)
     from softfocus.lab.evaluate.loss import evaluate
@@ -86,7 +85,7 @@ def _work(name: str, folder: Path, overwrite: bool, out: TextIO) -> None:
     from softfocus.lab.train.run import train
 
     recipe = load(name)
-    train(recipe, folder, resume=not overwrite, overwrite=overwrite, progress=_teller("train", out))
+    train(recipe, folder, resume=True, progress=_teller("train", out))
     if not _is_first():
         return
     lengths, tell = parse(recipe.evaluate.lengths, recipe.train.length), _teller("evaluate", out)

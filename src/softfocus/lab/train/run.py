@@ -25,14 +25,10 @@ from softfocus.lab.run_folder.disk import FULL, PARTIAL, check_room, disk_error
 from softfocus.lab.run_folder.files import (
     CHECKPOINTS,
     GONE,
-    INSPECTION,
-    MEASURED,
     MODEL,
     RECIPE,
     RUN,
-    TENSORBOARD,
-    UNFINISHED,
-    UNFINISHED_CLASSIFICATION,
+    clear_run,
     load_run,
     recipe_token,
     refuse_file,
@@ -188,11 +184,10 @@ def _check(recipe: Recipe, folder: Path, resume: bool, overwrite: bool) -> RunIn
         return None
     there = load_run(folder, complete=False)
     if not resume:
-        then = (
-            "--overwrite to train it again"
-            if there.status == "complete"
-            else "--resume to go on, --overwrite to start again"
-        )
+        then = {
+            "complete": "--overwrite to train it again",
+            "diverged": "--overwrite to train another recipe there (this one diverges again)",
+        }.get(there.status, "--resume to go on, --overwrite to start again")
         # The folder is ours, so whoever was running is gone
         status = f"interrupted: {GONE}" if there.status == "running" else there.status
         raise LabError(f"there is already a run in {folder} (status: {status})", f"add {then}, or choose another --out")
@@ -223,14 +218,7 @@ def _make_room(folder: Path, parameters: int) -> None:
     if left and not (folder / RUN).exists():
         names = " and ".join(left)
         _log.warning("%s has no %s: its %s, of a run of which nothing is known, are deleted", folder, RUN, names)
-    # run.json first: without it nothing that is left looks like a run. The recipe last: it marks
-    # the folder as the lab's
-    (folder / RUN).unlink(missing_ok=True)
-    for name in (MODEL, CHECKPOINTS, TENSORBOARD, INSPECTION, UNFINISHED_CLASSIFICATION):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    for name in (UNFINISHED, *(name for name, _ in MEASURED.values())):
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).with_suffix(".png").unlink(missing_ok=True)
+    clear_run(folder)
     (folder / RECIPE).unlink(missing_ok=True)
     # Three checkpoints (two are kept, one is being written) of float32 weights and two moments, and
     # the model
