@@ -42,7 +42,7 @@ from softfocus.lab.recipes import loading
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.figure import save_png, source_of
 from softfocus.lab.run_folder.disk import size_text
-from softfocus.lab.run_folder.files import load_run
+from softfocus.lab.run_folder.files import load_run, save_run
 from softfocus.lab.run_folder.results import WRONG, Bucket, Setting, default_settings, json_text
 from softfocus.lab.studies import study
 from softfocus.lab.train import memory
@@ -833,6 +833,14 @@ def test_finished_runs_of_further_seeds_are_judged(two: Claim, tmp_path: Path) -
     assert [(run.row, run.info.seed) for run in again.runs] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     assert f"Two rows: the runs of seed 1 in {tmp_path} are judged, too" in told
     assert "seeds 0, 1" in (tmp_path / PUBLISHED / "two.md").read_text()
+    info = load_run(tmp_path / "b-s1")
+    save_run(tmp_path / "b-s1", info.model_copy(update={"corpus_key": "another"}))
+    alone, told = judged()
+    assert alone is not None
+    assert [run.info.seed for run in alone.runs] == [0, 0]
+    assert "the runs of seed 1 are left out" in told
+    assert "b-s1 was trained on another, and now the data is " in " ".join(told.split())
+    save_run(tmp_path / "b-s1", info)
     (tmp_path / "b-s1" / "evaluation.json").unlink()
     alone, told = judged()
     assert alone is not None

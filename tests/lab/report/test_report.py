@@ -19,14 +19,14 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.report.curves import Line, Panel, Point, save_curves
 from softfocus.lab.report.figure import BEST, PALETTE, colours, figure1, save_png, spread, within
-from softfocus.lab.report.notes import provenance, same_text
+from softfocus.lab.report.notes import DIRTY, provenance, same_text
 from softfocus.lab.report.page import render
 from softfocus.lab.report.points import Group, cell, columns, growth, labels, settings, shared_columns
 from softfocus.lab.report.report import build, write
 from softfocus.lab.report.results import Entry, Report, load_entry, read_as
 from softfocus.lab.report.table import loss_table
 from softfocus.lab.run_folder.files import save_run
-from softfocus.lab.run_folder.results import Row, Setting, json_text
+from softfocus.lab.run_folder.results import Row, Session, Setting, json_text
 
 
 def grouped(*entries):
@@ -799,8 +799,23 @@ class TestReport:
             "The source tree had changes",
         ):
             assert said in text
+        sizes = [four[0], four[1].model_copy(update={"info": four[1].info.model_copy(update={"parameters": 1})})]
+        assert any("the better one may be the larger model" in note for note in build(sizes).notes)
         stale = four[0].model_copy(update={"evaluation": four[1].evaluation})
         assert "belongs to another training" in build([stale]).notes[-1]
+
+    def test_notes_know_what_trained_the_first_part_of_a_resumed_run(self, four):
+        one, other = four[0].info, four[1].info
+        machine = one.machine.model_copy(update={"cpu": "another processor"})
+        before = Session(commit="b" * 40 + "+dirty", versions={}, machine=machine, started=one.started)
+        resumed = four[0].model_copy(update={"info": one.model_copy(update={"sessions": [before]})})
+        assert one.commit == other.commit
+        report = build([resumed, four[1]])
+        text = " ".join(report.notes)
+        assert f"The runs differ in commit (bbbbbbbbbb+dirty and {one.commit[:10]}, {one.commit[:10]})" in text
+        assert f"differ in processor (another processor and {one.machine.cpu}, {one.machine.cpu})" in text
+        assert DIRTY in report.notes
+        assert f"commits bbbbbbbbbb+dirty and {one.commit[:10]}" in provenance(report)
 
     def test_notes_say_on_what_text_the_losses_were_measured(self, fabricate):
         def said(*evaluated, key="c0ffee"):

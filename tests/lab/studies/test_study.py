@@ -346,6 +346,10 @@ def test_a_second_start_counts_the_steps_of_checkpoints(two_rows: Path, tmp_path
     monkeypatch.setattr(estimate, "_trial", lambda *_: (1.0, 1))
     seconds = estimate.START_SECONDS + 1 - TRAINING * 4 / 10
     assert estimate.estimate([job], 1).seconds == pytest.approx(seconds)
+    monkeypatch.setattr(estimate, "_trial", lambda *_: (1.0, 1_000_000))
+    there = sum(file.stat().st_size for file in job.folder.rglob("*") if file.is_file())
+    assert 0 < there < estimate.KEPT * 1_000_000
+    assert estimate.estimate([job], 1).bytes == estimate.KEPT * 1_000_000 - there + estimate.CHECKPOINT * 1_000_000
     with Screen(screen := console(), [job], 1):
         pass
     assert "first: goes on from step 4 of 10\n" in said(screen)
@@ -629,7 +633,7 @@ def test_a_text_that_changed_between_runs_is_refused(tmp_path: Path) -> None:
     plan = [derive("toy", f"run-s{seed}", changes | {"train": train | {"seed": seed}}) for seed in range(2)]
     train_all("title", plan[:1], tmp_path / "runs", jobs=1, console=console())
     (text / "b.txt").write_text("five six seven eight\n" * 4000)
-    with pytest.raises(LabError, match=r"run-s0 was trained on .*, and what is left would be trained on "):
+    with pytest.raises(LabError, match=r"run-s0 was trained on .*, and what is left would be trained or evaluated on "):
         train_all("title", plan, tmp_path / "runs", jobs=1, console=console())
     assert not (tmp_path / "runs" / "run-s1").exists()
     jobs = plan_jobs(tmp_path / "runs", plan, ["a", "b"])
@@ -639,6 +643,23 @@ def test_a_text_that_changed_between_runs_is_refused(tmp_path: Path) -> None:
     refuse_other_data([jobs[0]])  # nothing is left to train
 
 
+def test_a_text_that_changed_before_an_evaluation_is_refused(tmp_path: Path) -> None:
+    """Otherwise it would be evaluated on what it was trained on."""
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("one two three four\n" * 4000)
+    changes = {
+        "data": {"source": str(text)},
+        "train": {"steps": 2, "warmup": 1, "length": 16, "batch": 1},
+        "evaluate": {"tokens": 256, "lengths": "1x"},
+    }
+    recipe = derive("toy", "run-s0", changes)
+    train(recipe, tmp_path / "runs" / "run-s0")
+    (text / "b.txt").write_text("five six seven eight\n" * 4000)
+    with pytest.raises(LabError, match=r"run-s0 was trained on .*, and what is left would be trained or evaluated on "):
+        train_all("title", [recipe], tmp_path / "runs", jobs=1, estimate_only=True, console=console())
+
+
 def test_recall_without_rows_is_refused(fabricate: Any, tmp_path: Path) -> None:
     folders = written(tmp_path, recalled(fabricate, 0, (16, 8, 0.5)), recalled(fabricate, 1))
     with pytest.raises(
@@ -646,6 +667,18 @@ def test_recall_without_rows_is_refused(fabricate: Any, tmp_path: Path) -> None:
     ):
         compare(folders, tmp_path / "none", console=console())
     assert not (tmp_path / "none").exists()
+
+
+def test_right_answers_of_unequal_trainings_have_a_note(fabricate: Any, tmp_path: Path) -> None:
+    one, other = recalled(fabricate, 0, (16, 8, 0.5)), recalled(fabricate, 1, (16, 8, 0.5))
+    twice = {"steps_done": 2 * other.info.steps_done, "parameters": 2 * other.info.parameters}
+    report = compare(
+        written(tmp_path, one, other.model_copy(update={"info": other.info.model_copy(update=twice)})),
+        tmp_path / "out",
+        console=console(),
+    )
+    for what in ("training tokens", "size"):
+        assert any(note.startswith(f"The runs differ in {what} (") for note in report.notes)
 
 
 def test_a_task_that_diverged_is_named_and_kept(fabricate: Any, tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """What a worker of a study does with a run that an earlier call has trained."""
 
 import io
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -80,6 +82,26 @@ def test_a_run_whose_configuration_is_damaged_is_not_finished(
         worker.possible_settings(recipe, run)
     (job,) = plan_jobs(tmp_path, [recipe], ["a"])
     assert job.status == "waiting"
+
+
+@pytest.mark.parametrize(
+    ("change", "scaled"),
+    [
+        ({}, {"trained", "ntk"}),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, {"trained"}),
+        ({"hidden_size": 16, "num_attention_heads": 2, "head_dim": 2}, {"trained"}),
+        ({"rope_parameters": {}}, {"trained"}),
+    ],
+    ids=["plain", "linear", "two dimensions", "none"],
+)
+def test_scalings_that_a_model_cannot_have_are_left_out(
+    change: dict[str, Any], scaled: set[str], tiny: Path, trained: Path, tmp_path: Path
+) -> None:
+    """Else the run could never be evaluated: the scalings of a study are not the row's choice."""
+    recipe, run = load(tiny, ["name=trained"]), shutil.copytree(trained, tmp_path / "trained")
+    path = run / MODEL / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert {setting.rope for setting in worker.possible_settings(recipe, run)} == scaled
 
 
 def work(recipe: Recipe, folder: Path) -> None:

@@ -160,9 +160,10 @@ def _runs(claim: Claim, scale: Scale, results: Results) -> str:
     infos = [run.info for run in results.runs]
     sizes = sorted({info.parameters for info in infos})
     size = " to ".join(dict.fromkeys(f"{parameters / 1e6:.2f}" for parameters in (sizes[0], sizes[-1])))
-    machines = sorted({f"{i.machine.cpu}, {i.machine.cores} cores, on {i.machine.device}" for i in infos})
-    commits = sorted({short_commit(info.commit) for info in infos})
-    torch = sorted({info.versions.get("torch", "?") for info in infos})
+    trained_by = [part for info in infos for part in info.parts]
+    machines = sorted({f"{p.machine.cpu}, {p.machine.cores} cores, on {p.machine.device}" for p in trained_by})
+    commits = sorted({short_commit(part.commit) for part in trained_by})
+    torch = sorted({part.versions.get("torch", "?") for part in trained_by})
     counts = sorted({info.steps * info.tokens_per_step for info in infos})
     trained = f"{_each(f'{count / 1e6:.2f}' for count in counts)} M training {parts_of(results.runs[0].recipe)}"
     seeds = sorted({info.seed for info in infos})

@@ -15,8 +15,9 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.progress import say, telling
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.disk import write_atomically
+from softfocus.lab.run_folder.files import load_run
 from softfocus.lab.run_folder.results import json_text
-from softfocus.lab.studies.jobs import missing_lines, plan_jobs, refuse_failed
+from softfocus.lab.studies.jobs import Job, missing_lines, plan_jobs, refuse_failed
 from softfocus.lab.studies.study import train_all
 
 PUBLISHED = "results"
@@ -141,13 +142,31 @@ def _further(
             there = earlier_runs.runs(claim, scale, recipes, earlier) if earlier is not None else {}
             left = [recipe for recipe in recipes if recipe.name not in there]
             jobs = plan_jobs(folder, left, [recipe.name for recipe in left])
-        except LabError as error:  # of another recipe, or damaged
+            _refuse_other_data(jobs)
+        except LabError as error:  # of another recipe or other data, or damaged
             say(console, f"{claim.title}: the runs of seed {seed} are left out: {error}")
             continue
         if all(job.status in _OVER for job in jobs):
             found += recipes
             taken |= there
     return found, taken
+
+
+def _refuse_other_data(jobs: Sequence[Job]) -> None:
+    """The runs that are judged together read the same data.
+
+    Raises:
+        LabError: a finished run has read other data than its recipe stands for now.
+    """
+    from softfocus.lab.data import of_recipe  # imports torch, which takes seconds
+
+    for job in jobs:
+        if job.status not in _OVER:
+            continue
+        before, now = load_run(job.folder, complete=False).corpus_key, of_recipe.key(job.recipe)
+        if before not in ("", now):
+            what = f"{job.folder} was trained on {before}, and now the data is {now}"
+            raise LabError(what, "put the data back as it was, or train them again with more --seeds")
 
 
 def _remedies(claim: Claim, scale: Scale, processes: int) -> list[str]:

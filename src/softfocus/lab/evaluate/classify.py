@@ -36,7 +36,7 @@ from softfocus.lab.progress import Event, Listener, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder import provenance
-from softfocus.lab.run_folder.disk import check_room, writing
+from softfocus.lab.run_folder.disk import check_room, folder_bytes, writing
 from softfocus.lab.run_folder.files import (
     CHECKPOINTS,
     LABELLED,
@@ -332,7 +332,7 @@ def _fine_tuned(
     steps = _Steps(info.name, progress)
     keeping = _keeping(unfinished, info, progress)
     needed = CHECKPOINTS_SIZE * sum(parameter.numel() for parameter in model.parameters())
-    there = sum(file.stat().st_size for file in unfinished.rglob("*") if file.is_file())
+    there = folder_bytes(unfinished)
     check_room(unfinished, max(0, needed - there), "fine-tuning needs {} for its checkpoints", _REMEDY)
     with models.memory("classify on a device with more memory"):
         trainer = _FineTuner(

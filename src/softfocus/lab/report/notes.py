@@ -2,12 +2,12 @@
 them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from softfocus.lab.recipes.data import hidden_in
 from softfocus.lab.report.points import Axis, Group, best, column_name, shared_columns, tokenizers_may_differ
 from softfocus.lab.report.results import Entry, Report, grouped
-from softfocus.lab.run_folder.results import WRONG, Evaluation
+from softfocus.lab.run_folder.results import WRONG, Evaluation, RunInfo
 
 
 def provenance(report: Report) -> str:
@@ -19,7 +19,7 @@ def provenance(report: Report) -> str:
         _several(one, many, [str(read_out(info)) for info in infos])
         for one, many, read_out in (
             ("recipe", "recipes", lambda info: info.recipe),
-            ("commit", "commits", lambda info: short_commit(info.commit)),
+            ("commit", "commits", _commits),
             ("seed", "seeds", lambda info: info.seed),
         )
     )
@@ -37,12 +37,11 @@ def notes(entries: Sequence[Entry], axis: Axis = "multiple") -> list[str]:
     """
     found = _statistics(grouped(entries), axis)
     for what, read_out, consequence in _COMMON:
-        values = list(dict.fromkeys(read_out(entry) for entry in entries))
-        if len(values) > 1:
-            found.append(f"The runs differ in {what} ({', '.join(values)}): {consequence}")
+        found += _differ(what, [read_out(entry) for entry in entries], consequence)
+    found += training_notes([entry.info for entry in entries])
     found += _text_notes(entries)
-    if any(entry.info.commit.endswith("+dirty") for entry in entries):
-        found.append("The source tree had changes that the commit does not hold (+dirty).")
+    if any(is_dirty(entry.info) for entry in entries):
+        found.append(DIRTY)
     for entry in entries:
         if entry.evaluation.seed != entry.info.seed or entry.evaluation.mechanism != entry.info.mechanism:
             found.append(f"{entry.info.name}: its evaluation belongs to another training; evaluate it again.")
@@ -92,15 +91,52 @@ _COMMON: tuple[tuple[str, Callable[[Entry], str], str], ...] = (
         lambda e: hidden_in(e.recipe),
         "they predict other tokens of the same text, and their losses do not compare.",
     ),
-    ("commit", lambda e: short_commit(e.info.commit), "it was not the same code that trained them."),
-    ("processor", lambda e: e.info.machine.cpu, "processors round differently, and trainings diverge by that."),
+)
+
+_TRAINING: tuple[tuple[str, Callable[[RunInfo], str], str], ...] = (
+    ("commit", lambda info: _commits(info), "it was not the same code that trained them."),
+    (
+        "processor",
+        lambda info: _each(part.machine.cpu for part in info.parts),
+        "processors round differently, and trainings diverge by that.",
+    ),
     (
         "training tokens",
-        lambda e: f"{e.info.steps_done * e.info.tokens_per_step:,}",
-        "a lower loss may come from more training.",
+        lambda info: f"{info.steps_done * info.tokens_per_step:,}",
+        "the better one may have had more training.",
     ),
-    ("size", lambda e: f"{e.info.parameters / 1e6:.2f} M parameters", "a lower loss may come from a larger model."),
+    ("size", lambda info: f"{info.parameters / 1e6:.2f} M parameters", "the better one may be the larger model."),
 )
+
+DIRTY = "The source tree had changes that the commit does not hold (+dirty)."
+
+
+def is_dirty(info: RunInfo) -> bool:
+    """Whether a part of a run was trained by code that no commit holds."""
+    return any(part.commit.endswith("+dirty") for part in info.parts)
+
+
+def training_notes(infos: Sequence[RunInfo]) -> list[str]:
+    """In what trainings differ although a comparison takes it to be equal."""
+    return [
+        note
+        for what, read_out, consequence in _TRAINING
+        for note in _differ(what, [read_out(info) for info in infos], consequence)
+    ]
+
+
+def _differ(what: str, values: Sequence[str], consequence: str) -> list[str]:
+    """A note, if not all values are the same."""
+    kinds = list(dict.fromkeys(values))
+    return [f"The runs differ in {what} ({', '.join(kinds)}): {consequence}"] if len(kinds) > 1 else []
+
+
+def _commits(info: RunInfo) -> str:
+    return _each(short_commit(part.commit) for part in info.parts)
+
+
+def _each(texts: Iterable[str]) -> str:
+    return " and ".join(dict.fromkeys(texts))
 
 
 def same_text(evaluations: Sequence[Evaluation]) -> bool:
@@ -118,7 +154,7 @@ def _text_notes(entries: Sequence[Entry]) -> list[str]:
         if wrong := next((row for row in one.rows if row.setting == WRONG), None):
             found.append(
                 f"Measured{_of(one, entries)} on {wrong.tokens:,} predictions in {one.documents:,} held-out documents, "
-                "images or speakers."
+                "images or utterances."
             )
         elif one.documents:
             found.append(

@@ -15,6 +15,7 @@ from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.means import Runs
 from softfocus.lab.progress import say
 from softfocus.lab.report.curves import Line, Panel, Point, curve_table, save_curves
+from softfocus.lab.report.notes import DIRTY, is_dirty, training_notes
 from softfocus.lab.report.points import count_text, labels, of_seeds, without_seed
 from softfocus.lab.report.recall import BLIND
 from softfocus.lab.report.recall_finding import Asked, RecallFinding, recall_finding, share_of
@@ -242,12 +243,9 @@ def _notes(groups: Sequence[RecallGroup]) -> list[str]:
         found.append(f"{BLIND} every answer lies beyond what the windows reach through all layers.")
     if any(len({frozenset(row.place for row in e.recall.shown) for e in group.entries}) > 1 for group in groups):
         found.append("Some lengths or windows were not measured on every seed: they are left out.")
-    if len({entry.info.commit for entry in entries}) > 1:
-        found.append("The runs differ in commit: it was not the same code that trained them.")
-    if any(entry.info.commit.endswith("+dirty") for entry in entries):
-        found.append("The source tree had changes that the commit does not hold (+dirty).")
-    if len({entry.info.machine.cpu for entry in entries}) > 1:
-        found.append("The runs differ in processor: processors round differently, and trainings diverge by that.")
+    found += training_notes([entry.info for entry in entries])
+    if any(is_dirty(entry.info) for entry in entries):
+        found.append(DIRTY)
     return found
 
 

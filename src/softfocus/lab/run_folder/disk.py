@@ -56,6 +56,11 @@ def write_atomically(path: Path, text: str) -> None:
                 raise
 
 
+def folder_bytes(folder: Path) -> int:
+    """What the files in a folder take; 0 where there is none."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
 def size_text(size: int) -> str:
     """So many bytes, for people: "1.5 GB", "836 MB", "12.3 KB"."""
     for unit, count in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):

@@ -101,6 +101,11 @@ class RunInfo(Record):
         }
 
     @property
+    def parts(self) -> "list[Session | RunInfo]":
+        """What trained each part of it: a commit, versions and a machine."""
+        return [*self.sessions, self]
+
+    @property
     def final_loss(self) -> float | None:
         """The last training loss, or None before the first."""
         return self.train_loss[-1][1] if self.train_loss else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from softfocus.lab.progress import Listener, silent, told_of
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.report.points import without_seed
-from softfocus.lab.run_folder.disk import size_text
+from softfocus.lab.run_folder.disk import folder_bytes, size_text
 from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.studies.jobs import TRAINING, Job
 from softfocus.lab.studies.screen import clock
@@ -69,13 +69,18 @@ def estimate(
         if "classification" in job.recipe.evaluate.also:
             seconds += training * _fine_tuning(job.recipe, processes)
     seconds /= min(workers, max(1, len(left)))
-    sizes = [timed[row][1] for job, row in zip(left, rows, strict=True) if not job.trained]
+    # What an earlier call left of a run is a part of what it needs
+    kept = sum(
+        max(0, KEPT * timed[row][1] - folder_bytes(job.folder))
+        for job, row in zip(left, rows, strict=True)
+        if not job.trained
+    )
     # A training writes a third checkpoint while it keeps two; a fine-tuning has three of its own
     peaks = [
         (3 if "classification" in job.recipe.evaluate.also else not job.trained) * CHECKPOINT * timed[row][1]
         for job, row in zip(left, rows, strict=True)
     ]
-    size = KEPT * sum(sizes) + sum(sorted(peaks)[-workers:])
+    size = kept + sum(sorted(peaks)[-workers:])
     return Expected(runs=len(jobs), left=len(left), seconds=seconds, bytes=size)
 
 

@@ -143,12 +143,13 @@ def plan_jobs(folder: Path, recipes: Sequence[Recipe], labels: Sequence[str], *,
 
 def refuse_other_data(jobs: Sequence[Job]) -> None:
     """Runs that are compared read the same data: those that are trained already, and those that
-    will be. (A file of a text may have changed since, or Python, whose sources are "stdlib".)
+    will be trained or evaluated. (A file of a text may have changed since, or Python, whose sources
+    are "stdlib".)
 
     Raises:
         LabError: a trained run has read other data than its recipe stands for now.
     """
-    left = {job.recipe.data for job in jobs if job.status == "waiting" and not job.trained}
+    left = {job.recipe.data for job in jobs if job.status == "waiting"}
     if not left:
         return
     from softfocus.lab.data import of_recipe  # imports torch, which takes seconds
@@ -163,8 +164,8 @@ def refuse_other_data(jobs: Sequence[Job]) -> None:
             keys[data] = of_recipe.key(job.recipe)
         if before != keys[data]:
             raise LabError(
-                f"{job.folder} was trained on {before}, and what is left would be trained on {keys[data]}: "
-                "the corpus (or its tokenizer) has changed, or moved, or was copied",
+                f"{job.folder} was trained on {before}, and what is left would be trained or evaluated on "
+                f"{keys[data]}: the corpus (or its tokenizer) has changed, or moved, or was copied",
                 "put it back as it was, choose another folder with --out, or train all runs again with --overwrite",
             )
 

@@ -11,12 +11,16 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, TextIO
 
 from softfocus.lab.allocator import keep_freed_memory
 from softfocus.lab.errors import LabError
+from softfocus.lab.evaluate.rope import scale_rope
 from softfocus.lab.progress import Event, Listener
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.files import (
@@ -29,7 +33,7 @@ from softfocus.lab.run_folder.files import (
     write_recipe,
 )
 from softfocus.lab.run_folder.owner import LOCK, owning
-from softfocus.lab.run_folder.results import Row, Setting
+from softfocus.lab.run_folder.results import Rope, Row, Setting
 
 Phase = Literal["train", "evaluate"]
 
@@ -134,8 +138,8 @@ def passkey_lengths(recipe: Recipe, lengths: Sequence[int]) -> list[int]:
 
 
 def possible_settings(recipe: Recipe, folder: Path) -> tuple[Setting, ...]:
-    """What can be measured of a run: the recipe's settings, without scalings of RoPE where its
-    model has none.
+    """What can be measured of a run: the recipe's settings, without scalings of RoPE that its model
+    cannot have.
 
     Raises:
         LabError: the configuration of its model is damaged.
@@ -144,11 +148,20 @@ def possible_settings(recipe: Recipe, folder: Path) -> tuple[Setting, ...]:
     if recipe.data.kind != "text" or not path.exists():
         return tuple(recipe.settings)
     try:
-        has_rope = bool(json.loads(path.read_text(encoding="utf-8")).get("rope_parameters"))
-    except (OSError, ValueError, AttributeError, RecursionError):
+        config = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):
         what = f"the model in {path.parent} is damaged ({path.name} cannot be read)"
         raise LabError(what, f"put the file back as it was, or train it again with {to_train_again(folder)}") from None
-    return tuple(setting for setting in recipe.settings if has_rope or setting.rope == "trained")
+    can = {rope: _scales(config, rope) for rope in {setting.rope for setting in recipe.settings}}
+    return tuple(setting for setting in recipe.settings if can[setting.rope])
+
+
+def _scales(config: dict[str, Any], rope: Rope) -> bool:
+    """Whether the rotary embedding of a model of a configuration can be scaled so."""
+    with suppress(LabError):
+        scale_rope(SimpleNamespace(**deepcopy(config)), rope, 1, 1)
+        return True
+    return False
 
 
 def _is_first() -> bool:
