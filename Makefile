@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # What is run and tested is this tree, whatever copy is installed.
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help setup demo bench test test-long soak sanitize sanitize-gpu gpu emulated-gpu neon docs wheel lint clean
+.PHONY: help setup demo bench test test-long test-slow soak sanitize sanitize-gpu gpu emulated-gpu neon docs wheel lint clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
@@ -14,6 +14,7 @@ setup: $(STAMP)  ## the virtual environment .venv, with everything in it
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "softfocus needs Python 3.11 or newer, this is %d.%d: run make PYTHON=python3.12 (say)" % sys.version_info[:2])'
+	@echo "Making $(VENV). Packages are downloaded and the CPU kernels compiled: some ten minutes, the first time."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
@@ -32,6 +33,9 @@ test: setup  ## all tests but those marked long or slow (three to six minutes on
 
 test-long: setup  ## the tests of over 1.5 seconds, which `make test` leaves out; CI runs them (five to nine minutes)
 	$(PYTEST) --dist loadfile -m "long and not slow and not soak"
+
+test-slow: setup  ## the tests of minutes, which CI leaves out: all architectures, claims from the first run to the page
+	$(PYTEST) --dist loadfile -m "slow"
 
 soak: setup  ## trainings killed at 50 random points must end with the same weights (some five minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -q

@@ -1,5 +1,6 @@
 """What a training needs at least is what it takes, and is asked for before it starts."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,16 @@ def test_rows_of_the_same_shapes_are_measured_once(monkeypatch: pytest.MonkeyPat
     longer = [loading.load("toy"), loading.load("toy", ["train.length=32"]), loading.load("toy", ["train.batch=8"])]
     memory.check_memory(longer, 2)
     assert len(counts) == 4
+
+
+@pytest.mark.parametrize(("at_a_time", "needed"), [(1, None), (2, None), (3, "the 3 largest runs need at least 102 bytes")])
+def test_a_large_run_beside_small_ones_is_not_counted_for_each(
+    monkeypatch: pytest.MonkeyPatch, at_a_time: int, needed: str | None
+) -> None:
+    """100 bytes and three runs of 1, where 101 are free."""
+    sizes = {"large": 100, "small": 1}
+    monkeypatch.setattr(memory, "least_memory", lambda recipe, _: memory.Least(sizes[recipe.name], True))
+    monkeypatch.setattr(memory, "_free_memory", lambda: ("this machine", 101))
+    runs = [loading.load("toy", ["name=small"])] * 3 + [loading.load("toy", ["name=large", "train.length=32"])]
+    with pytest.raises(LabError, match=needed) if needed else nullcontext():
+        memory.check_memory(runs, at_a_time)

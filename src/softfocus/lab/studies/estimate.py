@@ -34,12 +34,15 @@ class Expected:
     left: int
     seconds: float
     bytes: int
+    left_out: Sequence[str] = ()
+    """The words of evaluate.also whose time is not in it."""
 
     @property
     def text(self) -> str:
         """In one line."""
         hours = self.seconds / 3600
         takes = f"{hours:,.1f} hours" if hours >= 1 else f"{clock(self.seconds)} (minutes:seconds)"
+        takes += f", without the measuring of {' and '.join(self.left_out)}" if self.left_out else ""
         return f"{self.runs} runs, {self.left} of them left: about {takes}, and {size_text(self.bytes)} on disk"
 
 
@@ -52,8 +55,8 @@ def estimate(
     Each run is a process, which has to start. One that was stopped goes on from its newest
     checkpoint. Of one that is trained the evaluation is left. That is the screen's share of a run,
     and as long as training takes for the tokens on which a run is
-    fine-tuned for a classification. What passkeys, tasks and the rest of evaluate.also take is left
-    out. ``tell`` is called before each row, and while its corpus is prepared.
+    fine-tuned for a classification. What passkeys, tasks and the rest of evaluate.also take is not
+    known. ``tell`` is called before each row, and while its corpus is prepared.
     """
     timed: dict[object, tuple[float, int]] = {}
     left = [job for job in jobs if job.status == "waiting"]
@@ -81,7 +84,8 @@ def estimate(
         for job, row in zip(left, rows, strict=True)
     ]
     size = kept + sum(sorted(peaks)[-workers:])
-    return Expected(runs=len(jobs), left=len(left), seconds=seconds, bytes=size)
+    left_out = sorted({word for job in left for word in job.recipe.evaluate.also} - {"classification"})
+    return Expected(runs=len(jobs), left=len(left), seconds=seconds, bytes=size, left_out=left_out)
 
 
 def _fine_tuning(recipe: Recipe, processes: int) -> float:

@@ -266,7 +266,7 @@ def train_all(
         copied = _copied(left)
         if left:
             tell("checking whether memory holds the runs")
-        check_memory([job.recipe for job in left], min(workers, max(1, len(left))), processes, remedies)
+        check_memory([job.recipe for job in left if not job.trained], workers, processes, remedies)
         if any("tasks" in job.recipe.evaluate.also for job in left):
             from softfocus.lab.evaluate import tasks
 

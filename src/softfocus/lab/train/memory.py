@@ -161,17 +161,19 @@ def check_memory(
 
     if not recipes:
         return
-    different: dict[tuple[object, ...], Recipe] = {}
+    alike: dict[tuple[object, ...], list[Recipe]] = {}
     for recipe in recipes:  # rows of a study differ most often by what _shapes leaves out
-        different.setdefault(_shapes(recipe), recipe)
-    needs = [(least_memory(recipe, processes), recipe.name) for recipe in different.values()]
-    (size, with_activations), name = max(needs)
-    together = min(at_a_time, len(recipes))
+        alike.setdefault(_shapes(recipe), []).append(recipe)
+    needs = [(least_memory(some[0], processes), some[0].name, len(some)) for some in alike.values()]
+    largest = [(least, name) for least, name, count in sorted(needs, reverse=True) for _ in range(count)]
+    largest = largest[: min(at_a_time, len(recipes))]
+    (size, with_activations), name = largest[0]
+    total, together = sum(least.size for least, _ in largest), len(largest)
     on_gpu = torch.cuda.is_available()
     # torchrun, which starts them, says how many of them are here
     sharing = 1 if on_gpu else min(processes, int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
     place, free = _free_memory()
-    if size * sharing * together <= free:
+    if total * sharing <= free:
         return
     several = {"processes": sharing, "at a time": together}
     times = " of each".join(f" of {count} {what}" for what, count in several.items() if count > 1)
@@ -179,9 +181,13 @@ def check_memory(
     remedies += ["take fewer runs at a time"] if together > 1 else []
     remedies += ["take fewer processes a run"] if sharing > 1 else []
     remedies += [f"use a {'GPU' if on_gpu else 'machine'} with more memory"]
+    if total == size * together:
+        needed = f"{name} needs at least {size_text(size)} of memory{times and f' in each{times}'}"
+    else:
+        needed = f"the {together} largest runs need at least {size_text(total * sharing)} of memory together"
     raise LabError(
-        f"{name} needs at least {size_text(size)} of memory{times and f' in each{times}'}"
-        f"{'' if with_activations else ' (activations are not counted)'}, and {place} has {size_text(free)} free",
+        f"{needed}{'' if with_activations else ' (activations are not counted)'}, and {place} has {size_text(free)} "
+        "free",
         " or ".join([", ".join(remedies[:-1]), remedies[-1]] if remedies[1:] else remedies),
     )
 
