@@ -103,6 +103,24 @@ def test_what_is_found_of_t6_and_of_layer_norm_is_measured():
     assert losses == [sorted(some) for some in losses], "the same order"
 
 
+def test_what_is_found_of_the_parts_of_softmax_and_of_post_hoc_powers_is_measured():
+    parts = claim("softplus-table-2")
+    alone = {row: cell(parts.group(row), *HERE).loss for row in ("scenario_iii", "scenario_ii")}
+    text = note("softplus-table-2", "At the scale `toy` the l1 norm alone")
+    assert "{:.3f} against {:.3f}, inconclusive".format(*alone.values()) in text
+    by = {row: parts.group(row) for row in parts.rows}
+    apart = minus(by, "scenario_iii", "scenario_ii")
+    assert apart.value < 0
+    assert not apart.sure
+    powers = claim("softplus-post-hoc")
+    run = cell(powers.group("softmax"), 8.0, "dynamic NTK, run as softmax_p3")
+    trained = cell(powers.group("softmax_p3"), 8.0, "dynamic NTK")
+    found = run.minus(trained)
+    assert not found.sure
+    text = note("softplus-post-hoc", "At the scale `toy` softmax run with p = 3")
+    assert f"{run.loss:.3f} against {trained.loss:.3f} ({shown(found, '+')}, inconclusive)" in text
+
+
 def test_what_is_found_of_log_n_of_vision_and_of_t6_is_measured():
     lengths = (1.0, 2.0, 4.0, 8.0, 16.0)
     found = claim("softplus-length-scale")
@@ -118,6 +136,14 @@ def test_what_is_found_of_log_n_of_vision_and_of_t6_is_measured():
     assert max(abs(one.value) for one in apart.values()) < 0.1, "about the same"
     (guide,) = of_pages("docs/claims.md")
     assert "differ by less than 0.1 at each length, as trained and with NTK, all inconclusive." in guide
+    by |= {row: by_row("toy-longer")[f"{row}-scale"] for row in ("lssa", "lssar")}
+    both = {
+        (row, length, setting): minus(by, row, f"{row}_constant", (length, setting)) for row, length, setting in apart
+    }
+    assert not any(one.sure for one in both.values())
+    lssa, lssar = (shown(both[row, 16.0, "dynamic NTK"], "+") for row in ("lssa", "lssar"))
+    text = f"minus the number alone: {lssa} (LSSA, 16x with NTK) and {lssar} (LSSAR), inconclusive at each length."
+    assert text in guide
     vision, decoder = claim("softplus-vision"), claim("softplus-table-2")
     rises = [
         cell(one.group(without), *HERE).loss / cell(one.group(row), *HERE).loss - 1

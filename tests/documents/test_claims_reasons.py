@@ -42,7 +42,12 @@ def reasons() -> dict[str, dict[str, Group]]:
     return rows
 
 
-CHANGES = {"longer": "3,200 steps", "256": "256 bytes", "annealed": "p annealed from 1"}
+CHANGES = {
+    "longer": "3,200 steps",
+    "256": "256 bytes",
+    "annealed": "p annealed from 1",
+    "scale": "log N times a number that each head learns",
+}
 
 
 def reasons_table() -> str:
