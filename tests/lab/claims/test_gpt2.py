@@ -135,10 +135,10 @@ def images(folder: Path) -> None:
 
 
 def speech(folder: Path) -> None:
-    """As LibriSpeech is unpacked, with the three parts for training in the folder `train`."""
+    """As LibriSpeech is unpacked."""
     soundfile = pytest.importorskip("soundfile")
     random = np.random.default_rng(0)
-    parts = ("train/train-clean-100/19", "train/train-clean-360/14", "train/train-other-500/20", "dev-clean/84")
+    parts = ("train-clean-100/19", "train-clean-360/14", "train-other-500/20", "dev-clean/84")
     for part in parts:
         chapter = folder / part / "198"
         chapter.mkdir(parents=True)
@@ -202,7 +202,10 @@ def test_every_claim_is_planned(name: str, here: Path, capsys: pytest.CaptureFix
     ("name", "missing"),
     [
         ("softplus-vision", "there is no folder imagenet/train; name a folder, not a pattern, that holds"),
-        ("laser-conformer", "there is no folder LibriSpeech/train; name a folder, not a pattern, in LibriSpeech's"),
+        (
+            "laser-conformer",
+            "there is no folder LibriSpeech/train-*; name a folder in LibriSpeech's layout, or",
+        ),
         ("laser-query-scale", "there is no file or folder fineweb10B; fetch its 20 GB with `hf download"),
     ],
 )

@@ -180,7 +180,7 @@ def test_a_folder_is_no_pattern(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("held", ["train", "train/../train/red", "."])
 def test_folders_that_share_files_are_refused(folder: Path, held: str) -> None:
-    with pytest.raises(LabError, match="share files, which would be trained on and held out"):
+    with pytest.raises(LabError, match="share files, which would be read twice, or trained on and held out"):
         _ = data.sampled(of_folder(folder, f"data.validation_source={folder / held}"), silent).key
 
 

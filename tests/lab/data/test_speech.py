@@ -195,7 +195,7 @@ def test_folders_that_are_wrong(folder: Path, text: str, says: str) -> None:
 @pytest.mark.parametrize("key", ["data.source", "data.validation_source"])
 def test_folders_that_are_missing(folder: Path, tmp_path: Path, key: str) -> None:
     with pytest.raises(
-        LabError, match=f"there is no folder {tmp_path / 'gone'}; name a folder, not a pattern, in LibriS"
+        LabError, match=f"there is no folder {tmp_path / 'gone'}; name a folder in LibriSpeech's layout, or a pattern"
     ):
         _ = data.sampled(of_folder(folder, f"{key}={tmp_path / 'gone'}"), silent).key
     (tmp_path / "gone").mkdir()
@@ -219,8 +219,20 @@ def test_a_folder_at_home_and_folders_that_share_files(folder: Path, monkeypatch
     monkeypatch.setenv("HOME", str(folder))
     recipe = of_folder(folder, "data.source=~/train", "data.validation_source=~/dev")
     assert data.sampled(recipe, silent).key == data.sampled(of_folder(folder), silent).key
-    with pytest.raises(LabError, match="share files, which would be trained on and held out"):
-        _ = data.sampled(of_folder(folder, f"data.source={folder}"), silent).key
+    for source in (folder, folder / "*"):
+        with pytest.raises(LabError, match="share files, which would be read twice, or trained on and held out"):
+            _ = data.sampled(of_folder(folder, f"data.source={source}"), silent).key
+
+
+def test_a_pattern_reads_all_folders_that_fit(folder: Path) -> None:
+    """As LibriSpeech has its training sets beside each other."""
+    whole = data.sampled(of_folder(folder), silent)
+    parts = data.sampled(of_folder(folder, f"data.source={folder / 'train' / '*'}"), silent)
+    assert parts.key == whole.key
+    (folder / "train" / "a file").write_text("")
+    assert data.sampled(of_folder(folder, f"data.source={folder / 'train' / '*'}"), silent).key == whole.key
+    with pytest.raises(LabError, match=r"there is no folder .*/none-\*; name a folder"):
+        _ = data.sampled(of_folder(folder, f"data.source={folder / 'none-*'}"), silent).key
 
 
 def test_folders_that_are_none(folder: Path) -> None:

@@ -384,7 +384,8 @@ def test_the_estimate_counts_the_fine_tuning_for_a_classification(
     assert "without the measuring" not in estimate.estimate(jobs, 1).text
     more = recipe.evaluate.model_copy(update={"also": ["classification", "passkeys", "attention"]})
     others = plan_jobs(tmp_path, [recipe.model_copy(update={"evaluate": more})], [recipe.name])
-    assert "(minutes:seconds), without the measuring of attention and passkeys, and" in estimate.estimate(others, 1).text
+    told = "(minutes:seconds), without the measuring of attention and passkeys, and"
+    assert told in estimate.estimate(others, 1).text
     jobs[0].trained = True
     assert estimate.estimate(jobs, 1).bytes == 36
     assert estimate.estimate(jobs, 1).seconds == pytest.approx(start + 1 + 9 * 153.6)

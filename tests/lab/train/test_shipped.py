@@ -11,7 +11,7 @@ import pytest
 from softfocus.lab.recipes.loading import load, shipped
 from softfocus.lab.train.run import train
 
-FETCHED = ("fineweb10B", "imagenet/train", "LibriSpeech/train")
+FETCHED = ("fineweb10B", "imagenet/train", "LibriSpeech/train-*")
 """Sources that no installation brings."""
 TRAINABLE = [
     name

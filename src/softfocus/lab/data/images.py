@@ -148,8 +148,8 @@ class ImageFolder(WithoutTokens):
         table = self.recipe.data
         remedy = "name a folder, not a pattern, that holds a folder of images for each class"
         given = {}
-        for split, folder in zip(("train", "validation"), folders_of(table), strict=True):
-            if folder is not None:  # as a pattern "set[1]" would be the folder "set1"
+        for split, folders in zip(("train", "validation"), folders_of(table), strict=True):
+            for folder in folders:  # as a pattern "set[1]" would be the folder "set1"
                 given[split] = str(Path(glob.escape(str(folder))) / "**")
         datasets.disable_progress_bars()
         try:

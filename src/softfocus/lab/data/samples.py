@@ -2,8 +2,10 @@
 tokens.
 """
 
+import glob
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -107,29 +109,37 @@ def hold_out(count: int, share: float) -> tuple[NDArray[np.int64], NDArray[np.in
     return np.sort(order[held:]), np.sort(order[:held])
 
 
-def folders_of(table: DataTable) -> tuple[Path, Path | None]:
-    """The folders of data.source and data.validation_source. Both are read to the bottom.
+def folders_of(table: DataTable) -> tuple[list[Path], list[Path]]:
+    """The folders of data.source, and those of data.validation_source, if it is named. All are read
+    to the bottom. Of speech each may be a pattern, such as LibriSpeech/train-*.
 
     Raises:
-        LabError: one is not there, or lies in the other, so that what is held out would be trained
-            on, or is the other.
+        LabError: one is not there, or lies in another, so that what is held out would be trained
+            on, or is another.
     """
     assert table.source is not None
-    source = Path(table.source).expanduser()
-    held = None if table.validation_source is None else Path(table.validation_source).expanduser()
-    for folder in (source, held):
-        if folder is not None and not folder.is_dir():
-            layout = "in LibriSpeech's layout" if table.speech else "that holds a folder of images for each class"
-            raise LabError(f"there is no folder {folder}", f"name a folder, not a pattern, {layout}")
-    if held is None:
-        return source, None
-    inner, outer = held.resolve(), source.resolve()
-    if inner.is_relative_to(outer) or outer.is_relative_to(inner):
-        raise LabError(
-            f"{source} and {held} share files, which would be trained on and held out",
-            "name folders of which neither holds the other, or leave data.validation_source out",
-        )
+    source, held = ([] if name is None else _folders(name, table) for name in (table.source, table.validation_source))
+    for one, other in combinations([*source, *held], 2):
+        inner, outer = one.resolve(), other.resolve()
+        if inner.is_relative_to(outer) or outer.is_relative_to(inner):
+            raise LabError(
+                f"{one} and {other} share files, which would be read twice, or trained on and held out",
+                "name folders of which none holds another, or leave data.validation_source out",
+            )
     return source, held
+
+
+def _folders(name: str, table: DataTable) -> list[Path]:
+    """A folder; of speech also those that a pattern fits."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return [path]
+    if table.speech:
+        if found := [Path(one) for one in sorted(glob.glob(str(path))) if Path(one).is_dir()]:
+            return found
+        raise LabError(f"there is no folder {path}", "name a folder in LibriSpeech's layout, or a pattern of several")
+    remedy = "name a folder, not a pattern, that holds a folder of images for each class"
+    raise LabError(f"there is no folder {path}", remedy)
 
 
 def hide(tokens: NDArray[np.int64], share: float, vocabulary: int, random: np.random.Generator) -> Inputs:

@@ -162,8 +162,9 @@ class LibriSpeech(WithoutTokens):
     a text of more characters than its sound has frames: CTC has no finite loss for it.
 
     Args:
-        recipe: whose data.source is a folder, such as LibriSpeech/train-clean-100, and
-            data.validation_source another one. Without the latter a share of the first is held out.
+        recipe: whose data.source is a folder, such as LibriSpeech/train-clean-100, or a pattern of
+            several, and data.validation_source others. Without the latter a share of the first is
+            held out.
         listener: told how far the reading of lengths is.
     """
 
@@ -182,10 +183,9 @@ class LibriSpeech(WithoutTokens):
     def _splits(self) -> tuple[list[tuple[Path, str]], list[tuple[Path, str]]]:
         """(training, held out)."""
         table = self.recipe.data
-        source, validation = folders_of(table)
-        found = self._read(source)
-        if validation is not None:
-            return found, self._read(validation)
+        found, held_out = ([one for folder in folders for one in self._read(folder)] for folders in folders_of(table))
+        if held_out:
+            return found, held_out
         kept, held = hold_out(len(found), table.validation_fraction)
         return [found[place] for place in kept], [found[place] for place in held]
 
