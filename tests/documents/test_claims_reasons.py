@@ -7,6 +7,7 @@ import pytest
 
 from softfocus.lab.claims.results import read as read_claim
 from softfocus.lab.evaluate.means import Estimate
+from softfocus.lab.inspect.results import read as read_inspections
 from softfocus.lab.report.points import Group, cell
 
 from .committed import FAR, HERE, RESULTS, ROOT, by_row, claim, disturbed, minus, of_pages, of_seeds
@@ -123,6 +124,31 @@ def figure_1_table() -> str:
         rows.append([name, *leads, f"{far.loss / near.loss - 1:+.1%}", said(far.minus(near, 1.04))])
     own = "LSSAR's own loss, 16x against 1x", "the same at 16x minus 1.04 times that at 1x"
     return table(["LSSAR minus softmax, dynamic NTK", *(f"{n}x" for n in TIMES), *own], rows)
+
+
+def test_what_is_said_of_the_weights_with_softplus_is_measured():
+    inspected: dict[str, list] = {"lssa": [], "cosine_log_n": [], "softmax": []}
+    for one in read_inspections(RESULTS / "inspect-softplus/inspect.json").runs:
+        inspected[one.mechanism] += [row for row in one.rows if row.layer is None]
+    softmax = claim("laser-probabilities").of("softmax")
+    inspected["softmax"] = [row for run in softmax for row in run.attention]
+    means = {
+        (row, length, what): fmean(getattr(one, what).mean for one in rows if one.length == length)
+        for row, rows in inspected.items()
+        for length in (64, 1024)
+        for what in ("entropy", "beyond", "uniform")
+    }
+    assert all(sum(one.length == 1024 for one in rows) == 3 for rows in inspected.values()), "three seeds"
+    far = [100 * means[row, 1024, "beyond"] for row in inspected]
+    text = "have {:.0f} % of the weight with LSSA, {:.0f} % with `cosine_log_n` and {:.0f} % with softmax."
+    assert text.format(*far) in TEXT
+    entropies = [means[row, length, "entropy"] for length in (1024, 64) for row in inspected]
+    text = "is {:.2f}, {:.2f} and {:.2f} nats there, and {:.2f}, {:.2f} and {:.2f} nats at 1x."
+    assert text.format(*entropies) in TEXT
+    uniform = [means["lssa", length, "uniform"] for length in (1024, 64)]
+    assert "Uniform weights have {:.2f} and {:.2f} nats.".format(*uniform) in TEXT
+    (page,) = of_pages("docs/results/claims/softplus-table-4.md")
+    assert f"keys beyond it have {far[0]:.0f} % of the weight, with softmax {far[2]:.0f} %." in page
 
 
 TABLES = {"reasons": reasons_table, "elsewhere": elsewhere_table, "figure_1": figure_1_table}
