@@ -1182,7 +1182,7 @@ def test_the_fastest_tile_is_taken_and_remembered(measured, monkeypatch):
 
 
 def test_processes_that_measure_at_once_take_one_tile(measured, monkeypatch):
-    """They may measure different tiles: the one that is kept first is every process's."""
+    """They may measure different tiles. One that was kept by the end of a measurement is taken."""
     ours, others = tuning._time, []
 
     def while_another_process_measures(call):

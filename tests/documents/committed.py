@@ -88,14 +88,17 @@ def by_seed(study: str, label: str, at: tuple[float, str]) -> dict[int, float]:
     return dict(zip((one.seed for one in group.evaluations), cell(group, *at).values, strict=True))
 
 
-def encoder_rates(model: str, qk_norm: bool = False) -> dict[str, list[Cell]]:
-    """Softmax's and LASER's error rate, both with QK-norm or both without, at half the claim's
-    learning rate, at that rate, at twice that rate, and, where it was tried, at four times it.
+def encoder_rates(model: str, of: str | None = None) -> dict[str, list[Cell]]:
+    """The error rates of the claim about LASER, or of those rows of another claim that it does not
+    have, at half the claim's learning rate, at that rate, at twice that rate, and, where it was
+    tried, at four times it.
     """
-    swept, own = by_row(f"{model}-learning-rates"), claim(f"laser-{model}" + ("-qk-norm" if qk_norm else ""))
+    swept, own = by_row(f"{model}-learning-rates"), claim(of or f"laser-{model}")
+    rows = [row.removeprefix(f"{model}_") for row in own.rows]
     groups = {
         row: [swept[f"{row}-half"], own.group(f"{model}_{row}"), swept[f"{row}-twice"], swept.get(f"{row}-four-times")]
-        for row in (("qk_norm", "qk_norm_laser") if qk_norm else ("softmax", "laser"))
+        for row in rows
+        if of is None or row not in ("softmax", "laser")
     }
     return {row: [cell(group, 1.0, "error rate") for group in some if group] for row, some in groups.items()}
 

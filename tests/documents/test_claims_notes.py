@@ -119,6 +119,10 @@ def test_what_is_found_of_the_parts_of_softmax_and_of_post_hoc_powers_is_measure
     assert not found.sure
     text = note("softplus-post-hoc", "At the scale `toy` softmax run with p = 3")
     assert f"{run.loss:.3f} against {trained.loss:.3f} ({shown(found, '+')}, inconclusive)" in text
+    lssa = cell(powers.group("lssa"), 8.0, "dynamic NTK, run as lssar_p3")
+    apart = lssa.minus(cell(powers.group("lssar_p3"), 8.0, "dynamic NTK"))
+    assert not apart.sure
+    assert f"has a higher one, by {shown(apart)} (inconclusive)." in text
 
 
 def test_what_is_found_of_log_n_of_vision_and_of_t6_is_measured():

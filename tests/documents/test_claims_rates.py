@@ -193,8 +193,7 @@ def test_re_weighting_without_training_fails_at_each_rate():
     of_statements = [[judged.verdict for judged in one] for one in post_hoc()]
     failed = [set(one) == {"fails"} for one in of_statements]
     assert failed == [one[1] == "fails" for one in of_statements]
-    (among,) = {sum(failed)}
-    count = ["two", "three", "four"][among - 2]
+    count = ["two", "three", "four"][sum(failed) - 2]
     assert f"the {count} statements of the table that fail at 4e-3 fail at 2e-3 and" in TEXT
     assert set(of_statements[1]) == {"holds"}
 

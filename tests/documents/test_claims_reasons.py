@@ -143,10 +143,13 @@ def test_what_is_said_of_the_weights_with_softplus_is_measured():
     text = "have {:.0f} % of the weight with LSSA, {:.0f} % with `cosine_log_n` and {:.0f} % with softmax."
     assert text.format(*far) in TEXT
     entropies = [means[row, length, "entropy"] for length in (1024, 64) for row in inspected]
-    text = "is {:.2f}, {:.2f} and {:.2f} nats there, and {:.2f}, {:.2f} and {:.2f} nats at 1x."
+    text = "is {:.2f}, {:.2f} and {:.2f} nats, and {:.2f}, {:.2f} and {:.2f} nats at 1x."
     assert text.format(*entropies) in TEXT
     uniform = [means["lssa", length, "uniform"] for length in (1024, 64)]
-    assert "Uniform weights have {:.2f} and {:.2f} nats.".format(*uniform) in TEXT
+    assert "Equal weights have {:.2f} and {:.2f} nats.".format(*uniform) in TEXT
+    equal = 100 * fmean(max(0, 1 - 64 / seen) for seen in range(1, 1025))
+    assert f"Equal weights for all keys would give them {equal:.0f} %, so LSSA prefers far keys there." in TEXT
+    assert far[0] > equal > far[2] > far[1]
     (page,) = of_pages("docs/results/claims/softplus-table-4.md")
     assert f"keys beyond it have {far[0]:.0f} % of the weight, with softmax {far[2]:.0f} %." in page
 

@@ -839,7 +839,14 @@ def test_finished_runs_of_further_seeds_are_judged(two: Claim, tmp_path: Path) -
     assert alone is not None
     assert [run.info.seed for run in alone.runs] == [0, 0]
     assert "the runs of seed 1 are left out" in told
-    assert "b-s1 was trained on another, and now the data is " in " ".join(told.split())
+    assert "b-s1 was trained on another, and the runs of the first seeds on " in " ".join(told.split())
+    for name in ("a-s0", "b-s0", "a-s1"):  # the data has changed since, for all of them alike
+        save_run(tmp_path / name, load_run(tmp_path / name).model_copy(update={"corpus_key": "another"}))
+    alike, told = judged()
+    assert alike is not None
+    assert [run.info.seed for run in alike.runs] == [0, 0, 1, 1]
+    for name in ("a-s0", "b-s0", "a-s1"):
+        save_run(tmp_path / name, load_run(tmp_path / name).model_copy(update={"corpus_key": info.corpus_key}))
     save_run(tmp_path / "b-s1", info)
     (tmp_path / "b-s1" / "evaluation.json").unlink()
     alone, told = judged()

@@ -324,7 +324,7 @@ class TestWhole:
         for name in ("demo-lssa", "demo-global-heads"):
             assert f"(log: {whole.folder}/logs/{name}.log)" in message
         assert "\n" not in message
-        assert "start again" in message
+        assert message.endswith("; started again the command goes on with those")
         assert [entry.info.name for entry in whole.first.runs] == ["demo-softmax", "demo-lssar", "demo-hybrid"]
         assert sum("is missing" in note for note in whole.first.notes) == 2
         assert "is a file" in whole.said[0]

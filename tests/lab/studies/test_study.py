@@ -384,7 +384,7 @@ def test_the_estimate_counts_the_fine_tuning_for_a_classification(
     assert "without the measuring" not in estimate.estimate(jobs, 1).text
     more = recipe.evaluate.model_copy(update={"also": ["classification", "passkeys", "attention"]})
     others = plan_jobs(tmp_path, [recipe.model_copy(update={"evaluate": more})], [recipe.name])
-    told = "(minutes:seconds), without the measuring of attention and passkeys, and"
+    told = "(minutes:seconds), without the measuring of attention, passkeys, and"
     assert told in estimate.estimate(others, 1).text
     jobs[0].trained = True
     assert estimate.estimate(jobs, 1).bytes == 36
@@ -875,6 +875,8 @@ def test_an_overwrite_that_was_stopped_leaves_no_old_run(
     for recipe in study.recipes(*study.load(str(two_rows)), seeds=[3]):
         finish(recipe, out)
     own.write_text("of the user's")
+    recipe = out / "plain-s3" / RECIPE
+    recipe.write_text(recipe.read_text().partition("\n")[2])  # without its token
 
     def stop(pool: object, waiting: list[Job]) -> None:
         assert [job.status for job in waiting] == ["waiting"] * 2
@@ -890,6 +892,25 @@ def test_an_overwrite_that_was_stopped_leaves_no_old_run(
     assert [(job.status, job.trained) for job in jobs] == [("waiting", False)] * 2
     train(recipes[0], out / recipes[0].name, resume=True)  # as a worker does
     assert own.read_text() == "of the user's"
+
+
+def test_an_overwrite_that_is_stopped_while_it_deletes_leaves_no_old_run(
+    two_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    for recipe in study.recipes(*study.load(str(two_rows)), seeds=[3]):
+        finish(recipe, out)
+    deleted = []
+
+    def delete(folder: Path) -> None:
+        deleted.append(folder.name)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool, "clear_run", delete)
+    with pytest.raises(Interrupted, match=r"started again without --overwrite the command goes on"):
+        run_study(str(two_rows), out, jobs=1, seeds=[3], overwrite=True, console=console())
+    assert len(deleted) == 1
+    assert not list(out.glob(f"*/{RUN}"))
 
 
 def test_setting_a_key_keeps_the_rest_of_its_table(tiny: Path, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_a_run_is_measured_again_on_other_text(tiny: Path, tmp_path: Path, maske
     assert f"a: {job.replaced}, and will be replaced" in " ".join(screen.file.getvalue().split())
 
 
-@pytest.mark.parametrize("text", ["", "null", "[[[", "{"])
+@pytest.mark.parametrize("text", ["", "null", "[[[", "{", "[]", "{}"])
 def test_a_run_whose_configuration_is_damaged_is_not_finished(
     text: str, tiny: Path, trained: Path, tmp_path: Path
 ) -> None:
@@ -91,8 +91,9 @@ def test_a_run_whose_configuration_is_damaged_is_not_finished(
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, {"trained"}),
         ({"hidden_size": 16, "num_attention_heads": 2, "head_dim": 2}, {"trained"}),
         ({"rope_parameters": {}}, {"trained"}),
+        ({"hidden_size": None, "d_model": 16, "head_dim": 16}, {"trained", "ntk"}),
     ],
-    ids=["plain", "linear", "two dimensions", "none"],
+    ids=["plain", "linear", "two dimensions", "none", "other names"],
 )
 def test_scalings_that_a_model_cannot_have_are_left_out(
     change: dict[str, Any], scaled: set[str], tiny: Path, trained: Path, tmp_path: Path

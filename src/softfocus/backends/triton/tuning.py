@@ -244,7 +244,7 @@ def fastest(
             tile = None if capturing else _measured(candidates, run) or _measured(SMALLER, run)
             if tile is None:
                 return candidates[0]
-            if other := _kept(store, known):  # of a process that measured at the same time
+            if other := _kept(store, known):  # of a process that was sooner
                 tile = other
             else:
                 store.put(json.dumps(tile), _RECORD, binary=False)

@@ -52,8 +52,14 @@ def runs(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path) -> di
         if run.info.corpus_key != keys[data]:
             what = f"the run {recipe.name} of {place} was trained on {run.info.corpus_key}, and here is {keys[data]}"
             raise LabError(f"{what}: another corpus or tokenizer", "leave --from out, to train every run again")
-        found[recipe.name] = run
+        found[recipe.name] = run.model_copy(update=_not_asked_for(run, recipe))
     return found
+
+
+def _not_asked_for(run: Run, recipe: Recipe) -> dict[str, Any]:
+    """What another claim had measured of a run, without its value."""
+    more = set(run.also) - set(recipe.evaluate.also)
+    return {word: field.get_default() for word, field in Run.model_fields.items() if word in more}
 
 
 def names(claim: Claim, scale: Scale, folder: Path) -> list[str]:

@@ -13,11 +13,12 @@ from softfocus.lab.claims.page import verdict_lines
 from softfocus.lab.claims.results import RESULTS, Results, Run, collect
 from softfocus.lab.errors import LabError
 from softfocus.lab.progress import say, telling
+from softfocus.lab.recipes.data import DataTable
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.files import load_run
 from softfocus.lab.run_folder.results import json_text
-from softfocus.lab.studies.jobs import Job, missing_lines, plan_jobs, refuse_failed
+from softfocus.lab.studies.jobs import missing_lines, plan_jobs, refuse_failed
 from softfocus.lab.studies.study import train_all
 
 PUBLISHED = "results"
@@ -93,7 +94,9 @@ def reproduce(
     )
     if estimate_only:
         return None
-    further, of_earlier = _further(claim, scale, seeds, overrides, folder, earlier, console)
+    read = {job.recipe.data: load_run(job.folder, complete=False).corpus_key for job in found if job.status in _OVER}
+    read |= {recipe.data: there[recipe.name].info.corpus_key for recipe in plan if recipe.name in there}
+    further, of_earlier = _further(claim, scale, seeds, overrides, folder, earlier, read, console)
     if more := list(dict.fromkeys(str(recipe.train.seed) for recipe in further)):
         places = " or ".join(str(place) for place in (folder, earlier) if place is not None)
         told = f"{claim.title}: the runs of {'seeds' if more[1:] else 'seed'} {', '.join(more)} in {places}"
@@ -123,6 +126,7 @@ def _further(
     overrides: Sequence[str],
     folder: Path,
     earlier: Path | None,
+    read: dict[DataTable, str],
     console: Console,
 ) -> tuple[list[Recipe], dict[str, Run]]:
     """Of seeds beyond those asked for, the runs that earlier calls left, and those of earlier
@@ -142,7 +146,8 @@ def _further(
             there = earlier_runs.runs(claim, scale, recipes, earlier) if earlier is not None else {}
             left = [recipe for recipe in recipes if recipe.name not in there]
             jobs = plan_jobs(folder, left, [recipe.name for recipe in left])
-            _refuse_other_data(jobs)
+            over = [job for job in jobs if job.status in _OVER]
+            _refuse_other_data([job.folder for job in over], [job.recipe for job in over], read)
         except LabError as error:  # of another recipe or other data, or damaged
             say(console, f"{claim.title}: the runs of seed {seed} are left out: {error}")
             continue
@@ -152,21 +157,22 @@ def _further(
     return found, taken
 
 
-def _refuse_other_data(jobs: Sequence[Job]) -> None:
+def _refuse_other_data(folders: Sequence[Path], recipes: Sequence[Recipe], read: dict[DataTable, str]) -> None:
     """The runs that are judged together read the same data.
 
-    Raises:
-        LabError: a finished run has read other data than its recipe stands for now.
-    """
-    from softfocus.lab.data import of_recipe  # imports torch, which takes seconds
+    Args:
+        folders: of finished runs.
+        recipes: theirs.
+        read: what the others have read, by what their recipes say of it.
 
-    for job in jobs:
-        if job.status not in _OVER:
-            continue
-        before, now = load_run(job.folder, complete=False).corpus_key, of_recipe.key(job.recipe)
-        if before not in ("", now):
-            what = f"{job.folder} was trained on {before}, and now the data is {now}"
-            raise LabError(what, "put the data back as it was, or train them again with more --seeds")
+    Raises:
+        LabError: one has read something else.
+    """
+    for folder, recipe in zip(folders, recipes, strict=True):
+        before, others = load_run(folder, complete=False).corpus_key, read.get(recipe.data, "")
+        if "" not in (before, others) and before != others:
+            what = f"{folder} was trained on {before}, and the runs of the first seeds on {others}"
+            raise LabError(what, "delete its folder, and train it again with more --seeds")
 
 
 def _remedies(claim: Claim, scale: Scale, processes: int) -> list[str]:

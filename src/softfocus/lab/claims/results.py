@@ -183,9 +183,9 @@ class Results(Record):
         that runs softmax, whatever its architecture. None where there is no such row, or several,
         of different sizes, say.
         """
-        found = dict.fromkeys(run.row for run in self.runs if run.info.mechanism == "softmax")
         if claim.yardstick is not None:
             return self.group(claim.yardstick)
+        found = dict.fromkeys(run.row for run in self.runs if run.info.mechanism == "softmax")
         return self.group(*found) if len(found) == 1 else None
 
 

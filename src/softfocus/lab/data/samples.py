@@ -137,7 +137,9 @@ def _folders(name: str, table: DataTable) -> list[Path]:
     if table.speech:
         if found := [Path(one) for one in sorted(glob.glob(str(path))) if Path(one).is_dir()]:
             return found
-        raise LabError(f"there is no folder {path}", "name a folder in LibriSpeech's layout, or a pattern of several")
+        raise LabError(
+            f"there is no folder {path}", "name a folder in LibriSpeech's layout, or a pattern of several ([[] is [)"
+        )
     remedy = "name a folder, not a pattern, that holds a folder of images for each class"
     raise LabError(f"there is no folder {path}", remedy)
 

@@ -235,7 +235,7 @@ class LibriSpeech(WithoutTokens):
             else:
                 found.append((path, text))
             if number % 1000 == 0:
-                self.listener(preparing(self.recipe.name, "reading lengths", number / len(lines)))
+                self.listener(preparing(self.recipe.name, f"reading lengths in {folder.name}", number / len(lines)))
         if longer:
             what = f"are longer than {seconds:g} seconds and left out"
             _log.warning("%s: %d of %d utterances %s", folder, longer, len(lines), what)

@@ -96,7 +96,9 @@ class DataTable(Table):
         default=None, gt=0, lt=1, description="the share of a text's tokens to be hidden and predicted, as BERT's"
     )
     images: ImagesTable | None = Field(default=None, description="classes of images; the source is a folder of them")
-    speech: SpeechTable | None = Field(default=None, description="what was said; the source is a folder of LibriSpeech")
+    speech: SpeechTable | None = Field(
+        default=None, description="what was said; the source is a folder of LibriSpeech, or a pattern"
+    )
     text_field: str = Field(default="text", description="the field of JSONL, parquet and hub records")
     tokenizer: str = Field(default="bytes", description="'bytes', 'bpe:VOCABULARY', a tokenizer folder, or 'hub:NAME'")
     validation_source: str | None = Field(default=None, description="what to evaluate on, like source")

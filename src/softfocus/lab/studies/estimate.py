@@ -42,7 +42,7 @@ class Expected:
         """In one line."""
         hours = self.seconds / 3600
         takes = f"{hours:,.1f} hours" if hours >= 1 else f"{clock(self.seconds)} (minutes:seconds)"
-        takes += f", without the measuring of {' and '.join(self.left_out)}" if self.left_out else ""
+        takes += f", without the measuring of {', '.join(self.left_out)}" if self.left_out else ""
         return f"{self.runs} runs, {self.left} of them left: about {takes}, and {size_text(self.bytes)} on disk"
 
 
@@ -54,9 +54,9 @@ def estimate(
 
     Each run is a process, which has to start. One that was stopped goes on from its newest
     checkpoint. Of one that is trained the evaluation is left. That is the screen's share of a run,
-    and as long as training takes for the tokens on which a run is
-    fine-tuned for a classification. What passkeys, tasks and the rest of evaluate.also take is not
-    known. ``tell`` is called before each row, and while its corpus is prepared.
+    and as long as training takes for the tokens on which a run is fine-tuned for a classification.
+    What passkeys, tasks and the rest of evaluate.also take is not known. ``tell`` is called before
+    each row, and while its corpus is prepared.
     """
     timed: dict[object, tuple[float, int]] = {}
     left = [job for job in jobs if job.status == "waiting"]

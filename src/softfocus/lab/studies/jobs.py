@@ -166,7 +166,8 @@ def refuse_other_data(jobs: Sequence[Job]) -> None:
             raise LabError(
                 f"{job.folder} was trained on {before}, and what is left would be trained or evaluated on "
                 f"{keys[data]}: the corpus (or its tokenizer) has changed, or moved, or was copied",
-                "put it back as it was, choose another folder with --out, or train all runs again with --overwrite",
+                "put it back as it was, choose another folder with --out, or train all runs again with --overwrite; "
+                f"`softfocus evaluate {job.folder}` evaluates one run alone, whatever its corpus is now",
             )
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import secrets
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from softfocus.lab.errors import Interrupted
 from softfocus.lab.run_folder.disk import write_atomically, writing
-from softfocus.lab.run_folder.files import RUN, clear_run
+from softfocus.lab.run_folder.files import RUN, clear_run, write_recipe
 from softfocus.lab.run_folder.owner import owning
 from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.signals import stoppable
@@ -57,21 +58,28 @@ def work(
             job.log.touch()
     at_once = max(1, min(workers, sum(job.status == "waiting" for job in jobs)))
     with stoppable(), owning(folder), Screen(console, jobs, at_once, again=again(overwrite)) as screen:
-        if overwrite:
-            for job in jobs:
-                _clear(job.folder)
         try:
+            if overwrite:
+                _clear(jobs)
             WorkerPool(workers, screen, processes).run([job for job in jobs if job.status == "waiting"])
         except KeyboardInterrupt:
             remedy = f"{again(overwrite)} the command goes on: nothing that was done is lost"
             raise Interrupted("training was interrupted", remedy) from None
 
 
-def _clear(folder: Path) -> None:
-    """Delete the run in a folder, if it holds one."""
-    if (folder / RUN).exists():
-        with owning(folder):
-            clear_run(folder)
+def _clear(jobs: Sequence[Job]) -> None:
+    """Delete the runs that are there. First all of their run.json: if this is stopped halfway, none
+    is left that looks finished.
+    """
+    there = [job for job in jobs if (job.folder / RUN).exists()]
+    for job in there:
+        with owning(job.folder, wait=True):
+            # What has a recipe with a token is the lab's, and is trained in
+            write_recipe(job.folder, job.recipe.to_toml(), secrets.token_hex(8))
+            (job.folder / RUN).unlink()
+    for job in there:
+        with owning(job.folder, wait=True):
+            clear_run(job.folder)
 
 
 class WorkerPool:

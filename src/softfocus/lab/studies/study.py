@@ -266,7 +266,8 @@ def train_all(
         copied = _copied(left)
         if left:
             tell("checking whether memory holds the runs")
-        check_memory([job.recipe for job in left if not job.trained], workers, processes, remedies)
+        training = [job for job in left if not job.trained or "classification" in job.recipe.evaluate.also]
+        check_memory([job.recipe for job in training], workers, processes, remedies)
         if any("tasks" in job.recipe.evaluate.also for job in left):
             from softfocus.lab.evaluate import tasks
 

@@ -11,7 +11,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -148,8 +147,9 @@ def possible_settings(recipe: Recipe, folder: Path) -> tuple[Setting, ...]:
     if recipe.data.kind != "text" or not path.exists():
         return tuple(recipe.settings)
     try:
-        config = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError):
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["model_type"]
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
         what = f"the model in {path.parent} is damaged ({path.name} cannot be read)"
         raise LabError(what, f"put the file back as it was, or train it again with {to_train_again(folder)}") from None
     can = {rope: _scales(config, rope) for rope in {setting.rope for setting in recipe.settings}}
@@ -158,10 +158,13 @@ def possible_settings(recipe: Recipe, folder: Path) -> tuple[Setting, ...]:
 
 def _scales(config: dict[str, Any], rope: Rope) -> bool:
     """Whether the rotary embedding of a model of a configuration can be scaled so."""
-    with suppress(LabError):
+    try:
         scale_rope(SimpleNamespace(**deepcopy(config)), rope, 1, 1)
+    except LabError:
+        return False
+    except AttributeError:  # it has other names for its sizes; the evaluation knows them
         return True
-    return False
+    return True
 
 
 def _is_first() -> bool:
