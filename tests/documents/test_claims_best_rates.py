@@ -142,7 +142,7 @@ def best_rates_table() -> str:
     return table(["claim", *columns], rows)
 
 
-EDGES = (1e-3, 16e-3)
+EDGES = (1e-3, 16e-3, 32e-3)
 
 
 def edge_rows() -> dict[str, Rates]:
@@ -189,7 +189,7 @@ def edges() -> dict[str, dict[float, float]]:
 
 
 def edges_table() -> str:
-    names = {1e-3: "1e-3", 2e-3: "2e-3", 4e-3: "4e-3", 8e-3: "8e-3", 16e-3: "16e-3"}
+    names = {1e-3: "1e-3", 2e-3: "2e-3", 4e-3: "4e-3", 8e-3: "8e-3", 16e-3: "16e-3", 32e-3: "32e-3"}
     rows = (
         [f"`{row}`", *(f"{losses[rate]:.3f}" if rate in losses else "" for rate in names)]
         for row, losses in edges().items()

@@ -197,7 +197,28 @@ def test_what_qk_norm_gains_at_the_best_rates_is_the_measured_one():
         for one in found
     ]
     assert f"* **ViT, both [with QK-norm](results/claims/laser-vit-qk-norm.md)**: {points[0]}." in TEXT
-    assert f"Each at its best of three rates, LASER with QK-norm minus LASER: {points[1]}." in TEXT
+    assert f"Each at its best rate, LASER with QK-norm minus LASER: {points[1]}." in TEXT
+
+
+def test_what_layer_norm_and_a_vit_without_softmax_have_at_the_best_rates_is_the_measured_one():
+    def best(of, row):
+        return min(encoder_rates("vit", of)[row], key=lambda one: one.loss)
+
+    def apart(one, other):
+        found = one.minus(other)
+        return f"{100 * found.value:+.1f} ± {100 * found.standard_error:.1f}" + (
+            "" if found.sure else " (inconclusive)"
+        )
+
+    softmax, laser = best(None, "softmax"), best(None, "laser")
+    normed, normed_laser = best(VIT[1], "qk_layer_norm"), best(VIT[1], "qk_layer_norm_laser")
+    bare = best(VIT[2], "scenario_i")
+    assert all(len(one.values) >= 3 for one in (softmax, laser, normed, normed_laser, bare))
+    link = "(results/claims/laser-vit-qk-layer-norm.md)**:"
+    assert f"{link} {apart(normed_laser, normed)}. Each at its best rate, LASER with LayerNorm minus LASER:" in TEXT
+    assert f"LASER with LayerNorm minus LASER: {apart(normed_laser, laser)}. The same of softmax:" in TEXT
+    assert f"The same of softmax: {apart(normed, softmax)}." in TEXT
+    assert f"(results/claims/softplus-vision.md)** minus ViT with softmax: {apart(bare, softmax)}. So" in TEXT
 
 
 PLAIN = ["softplus-post-hoc", "softplus-without-ntk"]

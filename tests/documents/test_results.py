@@ -98,7 +98,7 @@ class Sweep:
     also: tuple[str, ...] = ()
 
 
-TIMES = {"-quarter": 0.25, "-half": 0.5, "-twice": 2.0, "-four-times": 4.0}
+TIMES = {"-quarter": 0.25, "-half": 0.5, "-twice": 2.0, "-four-times": 4.0, "-eight-times": 8.0}
 HEADS = {"global-heads": "cosine-nope", "softmax-third": "softmax", "lssar-third": "lssar"}
 TABLES = tuple(f"softplus-table-{number}" for number in (1, 2, 3, 4))
 POWERS = "softplus-figure-2-softmax", "softplus-figure-2-lssa"

@@ -97,6 +97,20 @@ def recall_table() -> str:
     return table(["model", "init std", "learning rate", "steps", "seeds", *ACROSS], rows)
 
 
+def test_what_other_pages_say_of_the_default_init_std_is_in_the_tables():
+    def cells(mark: str, begins: str) -> list[str]:
+        line = next(line for line in tables_of(PAGE)[mark].splitlines() if line.startswith(f"| {begins} |"))
+        return [one.strip() for one in line.strip("|").split("|")]
+
+    small = cells("starts", "0.02 | global heads")[5].removeprefix("+")
+    words = cells("other_sizes", "the same, with init std 0.04")[1].removeprefix("+")
+    readme, limits = of_pages("README.md", "docs/limitations.md")
+    assert (
+        f"by {small} (0.8 M, one seed) and {words} (1.3 M, three seeds). After 4,400 steps the difference is" in readme
+    )
+    assert f"a higher loss than the best Softmax after 1,100 steps, by {words}." in limits
+
+
 TABLES = {"starts": losses, "recall_starts": recall_table}
 
 

@@ -887,7 +887,7 @@ def test_earlier_runs_are_not_trained_again(two: Claim, tmp_path: Path, monkeypa
     made = reproduce("two", second, seeds=2, earlier=first / PUBLISHED, console=screen)
     assert made is not None
     assert "2 of 4 runs are taken from" in said(screen)
-    assert "Two rows: 2 runs, 0 of them left" in said(screen)
+    assert "Two rows: 2 runs, none of them left" in said(screen)
     assert [(run.row, run.info.seed) for run in made.runs] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     assert json_text(before.runs[0]) == json_text(made.runs[0])
     assert not (second / "a-s0").exists()

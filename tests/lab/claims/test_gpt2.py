@@ -204,7 +204,7 @@ def test_every_claim_is_planned(name: str, here: Path, capsys: pytest.CaptureFix
         ("softplus-vision", "there is no folder imagenet/train; name a folder, not a pattern, that holds"),
         (
             "laser-conformer",
-            "there is no folder LibriSpeech/train-*; name a folder in LibriSpeech's layout, or",
+            "no folder fits the pattern LibriSpeech/train-*; name a folder in LibriSpeech's layout",
         ),
         ("laser-query-scale", "there is no file or folder fineweb10B; fetch its 20 GB with `hf download"),
     ],

@@ -232,7 +232,7 @@ def test_a_pattern_reads_all_folders_that_fit(folder: Path) -> None:
     assert parts.key == whole.key
     (folder / "train" / "a file").write_text("")
     assert data.sampled(of_folder(folder, f"data.source={folder / 'train' / '*'}"), silent).key == whole.key
-    with pytest.raises(LabError, match=r"there is no folder .*/none-\*; name a folder"):
+    with pytest.raises(LabError, match=r"no folder fits the pattern .*/none-\*; name a folder"):
         _ = data.sampled(of_folder(folder, f"data.source={folder / 'none-*'}"), silent).key
 
 

@@ -168,7 +168,7 @@ def test_a_study_trains_what_is_left_and_compares_all(two_rows: Path, tmp_path: 
     second = console()
     same = f"train.steps={left.train.steps}"
     run_study(str(two_rows), out, jobs=1, overrides=[same], console=second)
-    assert "4 runs, 0 of them left" in said(second)
+    assert "4 runs, none of them left" in said(second)
     assert f"All rows were trained with --set {same}." in " ".join(said(second).split())
     with pytest.raises(
         LabError, match=r"holds a run of another recipe: train\.learning_rate .*; give the same options"

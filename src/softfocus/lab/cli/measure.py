@@ -186,7 +186,7 @@ def recall(
             found = recall(run, wanted, window=keys, sequences=sequences, batch_tokens=batch_tokens, progress=display)
     save_recall_figure(found, run)
     if not write_json(json, found):
-        print_table(recall_tables(found))
+        print_table(recall_tables(found), run / "recall.json", run / "recall.png")
 
 
 def induction(
@@ -220,7 +220,7 @@ def induction(
             )
     save_induction_figure(found, run)
     if not write_json(json, found):
-        print_table(induction_table(found))
+        print_table(induction_table(found), run / "induction.json", run / "induction.png")
 
 
 def heads(
@@ -262,7 +262,7 @@ def heads(
     save_heads_figure(found, run)
     if not write_json(json, found):
         print_table(heads_table(found))
-        print_table(sentence(found))
+        print_table(sentence(found), run / "heads.json", run / "heads.png")
 
 
 def classify(

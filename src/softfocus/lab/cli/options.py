@@ -43,9 +43,14 @@ def console_beside(json: Path | None) -> Any:
     return console if console.is_terminal else Console(stderr=aside, width=200)
 
 
-def print_table(table: Any) -> None:
-    """Print what rich can draw to stdout."""
-    console_beside(None).print(table)
+def print_table(table: Any, *files: Path) -> None:
+    """Print what rich can draw to stdout, and the files that hold it."""
+    from softfocus.lab.progress import say
+
+    console = console_beside(None)
+    console.print(table)
+    for file in files:
+        say(console, f"  {file}")
 
 
 def write_json(path: Path | None, result: Any) -> bool:

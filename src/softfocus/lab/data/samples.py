@@ -137,9 +137,9 @@ def _folders(name: str, table: DataTable) -> list[Path]:
     if table.speech:
         if found := [Path(one) for one in sorted(glob.glob(str(path))) if Path(one).is_dir()]:
             return found
-        raise LabError(
-            f"there is no folder {path}", "name a folder in LibriSpeech's layout, or a pattern of several ([[] is [)"
-        )
+        what = f"no folder fits the pattern {path}" if glob.has_magic(name) else f"there is no folder {path}"
+        named = "name a folder in LibriSpeech's layout, or a pattern of several, such as LibriSpeech/train-*"
+        raise LabError(what, named + (" (in a pattern, [[] stands for [)" if "[" in name else ""))
     remedy = "name a folder, not a pattern, that holds a folder of images for each class"
     raise LabError(f"there is no folder {path}", remedy)
 

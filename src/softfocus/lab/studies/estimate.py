@@ -43,7 +43,10 @@ class Expected:
         hours = self.seconds / 3600
         takes = f"{hours:,.1f} hours" if hours >= 1 else f"{clock(self.seconds)} (minutes:seconds)"
         takes += f", without the measuring of {', '.join(self.left_out)}" if self.left_out else ""
-        return f"{self.runs} runs, {self.left} of them left: about {takes}, and {size_text(self.bytes)} on disk"
+        runs = "1 run" if self.runs == 1 else f"{self.runs} runs"
+        if not self.left:
+            return f"{runs}, none of them left"
+        return f"{runs}, {self.left} of them left: about {takes}, and {size_text(self.bytes)} on disk"
 
 
 def estimate(

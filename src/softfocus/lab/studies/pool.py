@@ -15,6 +15,7 @@ from typing import TextIO
 from rich.console import Console
 
 from softfocus.lab.errors import Interrupted
+from softfocus.lab.progress import say
 from softfocus.lab.run_folder.disk import write_atomically, writing
 from softfocus.lab.run_folder.files import RUN, clear_run, write_recipe
 from softfocus.lab.run_folder.owner import owning
@@ -60,18 +61,21 @@ def work(
     with stoppable(), owning(folder), Screen(console, jobs, at_once, again=again(overwrite)) as screen:
         try:
             if overwrite:
-                _clear(jobs)
+                _clear(jobs, console)
             WorkerPool(workers, screen, processes).run([job for job in jobs if job.status == "waiting"])
         except KeyboardInterrupt:
-            remedy = f"{again(overwrite)} the command goes on: nothing that was done is lost"
+            lost = "nothing that was done since" if overwrite else "nothing that was done"
+            remedy = f"{again(overwrite)} the command goes on: {lost} is lost"
             raise Interrupted("training was interrupted", remedy) from None
 
 
-def _clear(jobs: Sequence[Job]) -> None:
+def _clear(jobs: Sequence[Job], console: Console) -> None:
     """Delete the runs that are there. First all of their run.json: if this is stopped halfway, none
     is left that looks finished.
     """
     there = [job for job in jobs if (job.folder / RUN).exists()]
+    if there:
+        say(console, f"Deleting the earlier runs (--overwrite): {', '.join(job.label for job in there)}")
     for job in there:
         with owning(job.folder, wait=True):
             # What has a recipe with a token is the lab's, and is trained in

@@ -111,6 +111,7 @@ def _train(
     state.wait_for_everyone()  # all have looked at it before one of them changes it
     if there is not None and there.status == "complete":
         return there
+    data.to_copy([recipe])  # says what is not there, before memory is looked at
     memory.check_memory([recipe], 1, state.num_processes)  # a corpus may take hours to prepare
     listener = silent if owner is None else progress
     with processes.main_first(state):
