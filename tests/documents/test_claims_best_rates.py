@@ -202,7 +202,6 @@ def verdict(judged: Sequence[Judged]) -> str:
 
 
 def test_what_is_said_of_verdicts_at_the_best_rates():
-    numbers = ("none", "one", "two", "three", "four", "five", "six")
     found = {name: best_of(name) for name in judged_at_toy()}
     decided = {name: both for name, both in found.items() if verdict(both.own) in ("holds", "fails")}
     moved = {name: verdict(both.best) for name, both in decided.items() if verdict(both.best) != verdict(both.own)}
@@ -211,20 +210,31 @@ def test_what_is_said_of_verdicts_at_the_best_rates():
     assert moved == {"laser-bert": "inconclusive"}
     newly = {name for name, both in found.items() if name not in decided and verdict(both.best) in ("holds", "fails")}
     assert newly == {"laser-qk-norm"}
-    single = {name: both.single for name, both in found.items() if both.single}
-    new = {"laser-vit-qk-layer-norm", "softplus-vision", "softplus-length-scale"}
-    assert single.keys() == {"laser-no-shift", *new}
-    shift = claim("laser-no-shift").rows
-    assert f"Of `laser-no-shift` {numbers[len(single['laser-no-shift'])]} of {numbers[len(shift)]} rows had" in TEXT
+    assert not any(both.single for both in found.values()), "rows with one rate"
+    rates = {row: at_rates(row, own) for row, own in all_rows().items()}
+    twice = {row for row, some in rates.items() if len(some) == 2}
+    assert twice == {f"laser{shift}_x{times}" for shift in ("", "_no_shift") for times in (8, 32)}
+    assert all(set(rates[row]) == {2e-3, 4e-3} for row in twice), "two rates alone"
+    assert all(len(some[lowest(some)]) >= 3 for some in rates.values()), "three seeds at the best rate"
     holding = {name for name, both in found.items() if verdict(both.own) == "holds"}
     known = {"laser-bert", "laser-vit", "laser-lamb", "laser-temperature", "laser-differential"}
     assert holding == known | {"laser-steps", "laser-no-shift", "softplus-vision"}
-    assert single["softplus-vision"] == ["vit_scenario_i"]
     for name in known | {"laser-steps"}:
         rows = {row for one in load_claim(name).statements for row in (*one.row, *one.than)}  # type: ignore[union-attr]
-        swept_rows = [swept()[SAME.get(row, row)] for row in rows if row not in single.get(name, [])]
+        swept_rows = [swept()[SAME.get(row, row)] for row in rows]
         at_rates = [(rate, some) for rates in swept_rows for rate, some in rates.items() if rate not in EDGES]
         assert all({0, 1, 2} <= set(some) for _, some in at_rates), name
+
+
+def test_what_is_said_of_larger_values_without_the_shift():
+    bare, shifted = (at_rates(row, all_rows()[row]) for row in ("laser_no_shift_x8", "laser_x8"))
+    assert all(run.diverged for run in bare[4e-3].values())
+    losses = {f"{loss(rates[2e-3], {0}):.3f}" for rates in (bare, shifted)}
+    (both,) = losses
+    assert f"At 2e-3 its loss is that with the shift, {both} (seed 0)." in TEXT
+    assert lowest(shifted) == 4e-3
+    best = best_of("laser-no-shift").best
+    assert [one.verdict for one in best] == ["holds"] * 4, "each at its best rate"
 
 
 def test_what_is_said_of_statements_at_the_best_rates():

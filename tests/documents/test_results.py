@@ -98,7 +98,7 @@ class Sweep:
     also: tuple[str, ...] = ()
 
 
-TIMES = {"-quarter": 0.25, "-half": 0.5, "-twice": 2.0, "-four-times": 4.0, "-eight-times": 8.0}
+TIMES = {"-quarter": 0.25, "-half": 0.5, "-twice": 2.0, "-four-times": 4.0, "-eight-times": 8.0, "-sixteen-times": 16.0}
 HEADS = {"global-heads": "cosine-nope", "softmax-third": "softmax", "lssar-third": "lssar"}
 TABLES = tuple(f"softplus-table-{number}" for number in (1, 2, 3, 4))
 POWERS = "softplus-figure-2-softmax", "softplus-figure-2-lssa"
@@ -119,6 +119,8 @@ SWEPT = {
     "depth-learning-rates": [Sweep(("laser-depths",))],
     "llama-learning-rates": [Sweep(("laser-temperature", "laser-differential", "laser-query-scale"))],
     "qk-layer-norm-learning-rates/16e-3": [Sweep(("laser-qk-layer-norm",))],
+    "qk-layer-norm-learning-rates/32e-3": [Sweep(("laser-qk-layer-norm",))],
+    "no-shift-x8-learning-rates": [Sweep(("laser-no-shift",))],
     "vit-learning-rates": [Sweep(("laser-vit-qk-norm", "laser-vit-qk-layer-norm", "softplus-vision"), prefix="vit_")],
     "bert-learning-rates": [Sweep(("laser-bert",), prefix="bert_")],
     "conformer-learning-rates": [Sweep(("laser-conformer",), prefix="conformer_")],

@@ -33,7 +33,7 @@ def runs(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path) -> di
     Raises:
         LabError: no such folder or results, or some that another recipe or other data gave.
     """
-    there = _published(claim, scale, folder)
+    there = _published(claim, scale, folder, [recipe.name for recipe in plan])
     found, keys = {}, {}
     for recipe in plan:
         if recipe.name not in there:
@@ -67,12 +67,17 @@ def names(claim: Claim, scale: Scale, folder: Path) -> list[str]:
     return list(_published(claim, scale, folder))
 
 
-def _published(claim: Claim, scale: Scale, folder: Path) -> dict[str, tuple[Path, Results, Run]]:
-    """By "ROW-sSEED": the file, what it holds, and the run."""
+def _published(
+    claim: Claim, scale: Scale, folder: Path, wanted: Sequence[str] = ()
+) -> dict[str, tuple[Path, Results, Run]]:
+    """By "ROW-sSEED": the file, what it holds, and the run. A row is looked for until it is found,
+    with the seeds that are wanted of it, in the claim's own results first.
+    """
     remedy = "name one that holds CLAIM/SCALE/results.json, as docs/results/claims does, or leave --from out"
     if not folder.is_dir():
         raise LabError(f"--from: there is no folder {folder}", remedy)
     found: dict[str, tuple[Path, Results, Run]] = {}
+    of_row = {row: {name for name in wanted if name.rpartition("-s")[0] == row} for row in claim.rows}
     left = set(claim.rows)
     others = [claims.load(name) for name in claims.shipped() if name != claim.name]
     for one in (claim, *others):
@@ -81,8 +86,8 @@ def _published(claim: Claim, scale: Scale, folder: Path) -> dict[str, tuple[Path
         if shared and place.exists():
             results = outcomes.read(place)
             of_rows = [run for run in results.runs if run.row in shared]
-            found |= {f"{run.row}-s{run.info.seed}": (place, results, run) for run in of_rows}
-            left -= {run.row for run in of_rows}
+            found = {f"{run.row}-s{run.info.seed}": (place, results, run) for run in of_rows} | found
+            left -= {run.row for run in of_rows if of_row[run.row] <= found.keys()}
     if not found:
         what = f"{claim.name}/{scale}/{RESULTS}, and no results of a claim that shares its rows"
         raise LabError(f"--from: {folder} holds no {what}", remedy)
