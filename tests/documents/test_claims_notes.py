@@ -37,10 +37,13 @@ def test_the_numbers_in_lambs_note_are_the_measured_ones():
     )
     assert "{:.3f} and {:.3f} at 1e-2, {:.3f} and {:.3f} at 4e-2".format(*half, *twice) in note
     assert all(best < min(a, b) for best, a, b in zip(same, half, twice, strict=True))
-    adam = {row: claim("laser-classification").group(row) for row in ("softmax", "laser")}
-    softmax, laser = (cell(group, *HERE).loss for group in adam.values())
-    said = f"softmax has {softmax:.3f} with AdamW and LASER {laser:.3f}, a difference of "
-    assert f"{said}{shown(minus(adam, 'laser', 'softmax'), '+')}." in note
+    by = {row: own.group(row) for row in own.rows}
+    adam, lamb = minus(by, "laser", "softmax"), minus(by, "laser_lamb", "softmax_lamb")
+    assert f"LASER minus softmax is {shown(adam, '+')} with AdamW, and {shown(lamb, '+')} with LAMB." in note
+    changes = [minus(by, f"{row}_lamb", row) for row in ("softmax", "laser")]
+    assert not any(one.sure for one in changes)
+    softmax, laser = (shown(one, "+") for one in changes)
+    assert f"LAMB changes the loss of softmax by {softmax} and that of LASER by {laser}, both inconclusive." in note
 
 
 def note(claim: str, begins: str) -> str:

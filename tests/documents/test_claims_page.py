@@ -214,6 +214,10 @@ def test_what_layer_norm_and_a_vit_without_softmax_have_at_the_best_rates_is_the
     normed, normed_laser = best(VIT[1], "qk_layer_norm"), best(VIT[1], "qk_layer_norm_laser")
     bare = best(VIT[2], "scenario_i")
     assert all(len(one.values) >= 3 for one in (softmax, laser, normed, normed_laser, bare))
+    (beyond,) = by_row("vit-learning-rates")["qk_layer_norm_laser-eight-times"].evaluations
+    error = next(row.loss for row in beyond.rows if row.setting.wrong)
+    assert f"At 16e-3 it has {100 * error:.1f} % (seed 0)." in TEXT
+    assert error > normed_laser.values[0]
     link = "(results/claims/laser-vit-qk-layer-norm.md)**:"
     assert f"{link} {apart(normed_laser, normed)}. Each at its best rate, LASER with LayerNorm minus LASER:" in TEXT
     assert f"LASER with LayerNorm minus LASER: {apart(normed_laser, laser)}. The same of softmax:" in TEXT
