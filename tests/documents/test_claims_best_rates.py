@@ -212,7 +212,8 @@ def test_what_is_said_of_verdicts_at_the_best_rates():
     assert newly == {"laser-qk-norm"}
     assert not any(both.single for both in found.values()), "rows with one rate"
     rates = {row: at_rates(row, own) for row, own in all_rows().items()}
-    twice = {row for row, some in rates.items() if len(some) == 2}
+    twice = {row for row, some in rates.items() if len(some) == 2} - {"scenario_ii"}
+    assert "scenario_ii-twice-s0" in lost_runs("table-learning-rates"), "its third rate: it diverged"
     assert twice == {f"laser{shift}_x{times}" for shift in ("", "_no_shift") for times in (8, 32)}
     assert all(set(rates[row]) == {2e-3, 4e-3} for row in twice), "two rates alone"
     assert all(len(some[lowest(some)]) >= 3 for some in rates.values()), "three seeds at the best rate"
@@ -222,8 +223,8 @@ def test_what_is_said_of_verdicts_at_the_best_rates():
     for name in known | {"laser-steps"}:
         rows = {row for one in load_claim(name).statements for row in (*one.row, *one.than)}  # type: ignore[union-attr]
         swept_rows = [swept()[SAME.get(row, row)] for row in rows]
-        at_rates = [(rate, some) for rates in swept_rows for rate, some in rates.items() if rate not in EDGES]
-        assert all({0, 1, 2} <= set(some) for _, some in at_rates), name
+        others = [some for found in swept_rows for rate, some in found.items() if rate not in EDGES]
+        assert all({0, 1, 2} <= set(some) for some in others), name
 
 
 def test_what_is_said_of_larger_values_without_the_shift():

@@ -120,7 +120,7 @@ SWEPT = {
     "llama-learning-rates": [Sweep(("laser-temperature", "laser-differential", "laser-query-scale"))],
     "qk-layer-norm-learning-rates/16e-3": [Sweep(("laser-qk-layer-norm",))],
     "qk-layer-norm-learning-rates/32e-3": [Sweep(("laser-qk-layer-norm",))],
-    "no-shift-x8-learning-rates": [Sweep(("laser-no-shift",))],
+    "no-shift-learning-rates/others": [Sweep(("laser-no-shift",))],
     "vit-learning-rates": [Sweep(("laser-vit-qk-norm", "laser-vit-qk-layer-norm", "softplus-vision"), prefix="vit_")],
     "bert-learning-rates": [Sweep(("laser-bert",), prefix="bert_")],
     "conformer-learning-rates": [Sweep(("laser-conformer",), prefix="conformer_")],
