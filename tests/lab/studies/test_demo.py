@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from softfocus.lab.errors import LabError
+from softfocus.lab.errors import Interrupted, LabError
 from softfocus.lab.evaluate.loss import evaluate
 from softfocus.lab.progress import Event
 from softfocus.lab.recipes.lengths import parse
@@ -165,10 +165,10 @@ def interrupted(*arguments):
 def planned_by(monkeypatch, folder, **how):
     """The jobs of a demo that is interrupted before it begins."""
     planned = []
-    monkeypatch.setattr(pool, "Screen", lambda console, jobs, count: planned.extend(jobs) or nullcontext())
+    monkeypatch.setattr(pool, "Screen", lambda console, jobs, count, again: planned.extend(jobs) or nullcontext())
     monkeypatch.setattr(pool, "WorkerPool", interrupted)
     monkeypatch.setattr(estimate, "_trial", lambda *_: (1.0, 1))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted):
         run_demo(folder, console=plain_console(), **how)
     return planned
 

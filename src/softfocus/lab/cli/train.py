@@ -31,9 +31,9 @@ def train(
     mqar(-softmax, -ssmax, -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar, -laser, -window, -nope,
     -nope-lssar, -short-rope-lssar, -hybrid, -global-heads, -one-start); passkey(-softmax, -ssmax,
     -cosine-log-n, -lssa, -lssar-3, -lssar-7, -lssar, -laser, -window, -nope, -nope-lssar,
-    -global-heads); vit-toy; vit-small; vit-s16; bert-toy; bert-small; bert-base; conformer-toy;
-    conformer-small; conformer-librispeech. Ctrl-C keeps a checkpoint; --resume goes on exactly
-    there.
+    -hybrid, -global-heads); vit-toy; vit-small; vit-s16; bert-toy; bert-small; bert-base;
+    conformer-toy; conformer-small; conformer-librispeech. Ctrl-C keeps a checkpoint; --resume goes
+    on exactly there.
 
     Example: `softfocus train demo-lssar --out runs/p7 --set "model.mechanism=sharpened(lssa, 7)"`
 
