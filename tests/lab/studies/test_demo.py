@@ -324,7 +324,7 @@ class TestWhole:
         for name in ("demo-lssa", "demo-global-heads"):
             assert f"(log: {whole.folder}/logs/{name}.log)" in message
         assert "\n" not in message
-        assert message.endswith("; started again the command goes on with those")
+        assert message.endswith("; started again, the command goes on with those")
         assert [entry.info.name for entry in whole.first.runs] == ["demo-softmax", "demo-lssar", "demo-hybrid"]
         assert sum("is missing" in note for note in whole.first.notes) == 2
         assert "is a file" in whole.said[0]
@@ -370,7 +370,7 @@ class TestWhole:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         threading.Thread(target=interrupt, daemon=True).start()
         try:
-            with pytest.raises(LabError, match="interrupted; started again the command goes on"):
+            with pytest.raises(LabError, match="interrupted; started again, the command goes on"):
                 run_demo(folder, models=[str(recipe)], console=plain_console())
         finally:
             signal.signal(signal.SIGINT, before)

@@ -884,7 +884,7 @@ def test_an_overwrite_that_was_stopped_leaves_no_old_run(
 
     monkeypatch.setattr(pool.WorkerPool, "run", stop)
     screen = console()
-    with pytest.raises(Interrupted, match=r"interrupted; started again without --overwrite the command goes on"):
+    with pytest.raises(Interrupted, match=r"interrupted; started again without --overwrite, the command goes on"):
         run_study(str(two_rows), out, jobs=1, seeds=[3], overwrite=True, console=screen)
     assert "Stop with Ctrl-C; started again without --overwrite, it goes on." in said(screen)
     recipes = study.recipes(*study.load(str(two_rows)), seeds=[3])
@@ -907,7 +907,7 @@ def test_an_overwrite_that_is_stopped_while_it_deletes_leaves_no_old_run(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pool, "clear_run", delete)
-    with pytest.raises(Interrupted, match=r"started again without --overwrite the command goes on"):
+    with pytest.raises(Interrupted, match=r"started again without --overwrite, the command goes on"):
         run_study(str(two_rows), out, jobs=1, seeds=[3], overwrite=True, console=console())
     assert len(deleted) == 1
     assert not list(out.glob(f"*/{RUN}"))

@@ -173,7 +173,8 @@ def recall(
 
     wanted, windows = _lengths_and_windows(run, lengths or _RECALL, window)
     from softfocus.lab.evaluate.recall import least_length, recall
-    from softfocus.lab.report.recall import recall_tables, save_recall_figure
+    from softfocus.lab.report.recall import FIGURE, recall_tables, save_recall_figure
+    from softfocus.lab.run_folder.files import RECALL
 
     if lengths is None:
         least = least_length(run)
@@ -186,7 +187,7 @@ def recall(
             found = recall(run, wanted, window=keys, sequences=sequences, batch_tokens=batch_tokens, progress=display)
     save_recall_figure(found, run)
     if not write_json(json, found):
-        print_table(recall_tables(found), run / "recall.json", run / "recall.png")
+        print_table(recall_tables(found), run / RECALL, run / FIGURE)
 
 
 def induction(
@@ -211,7 +212,8 @@ def induction(
 
     wanted, windows = _lengths_and_windows(run, lengths, window)
     from softfocus.lab.evaluate.induction import induction
-    from softfocus.lab.report.induction import induction_table, save_induction_figure
+    from softfocus.lab.report.induction import FIGURE, induction_table, save_induction_figure
+    from softfocus.lab.run_folder.files import INDUCTION
 
     with Display("tokens", quiet=quiet) as display:
         for keys in windows:
@@ -220,7 +222,7 @@ def induction(
             )
     save_induction_figure(found, run)
     if not write_json(json, found):
-        print_table(induction_table(found), run / "induction.json", run / "induction.png")
+        print_table(induction_table(found), run / INDUCTION, run / FIGURE)
 
 
 def heads(
@@ -253,7 +255,8 @@ def heads(
     if len(tokens_a_window) != 1 or len(keys) != 1 or keys[0] >= tokens_a_window[0]:
         raise UsageError(f"--length {length} with --window {window}", "give one length, and one shorter window")
     from softfocus.lab.evaluate.heads import heads
-    from softfocus.lab.report.heads import heads_table, save_heads_figure, sentence
+    from softfocus.lab.report.heads import FIGURE, heads_table, save_heads_figure, sentence
+    from softfocus.lab.run_folder.files import HEADS
 
     with Display("tokens", quiet=quiet) as display:
         found = heads(
@@ -262,7 +265,7 @@ def heads(
     save_heads_figure(found, run)
     if not write_json(json, found):
         print_table(heads_table(found))
-        print_table(sentence(found), run / "heads.json", run / "heads.png")
+        print_table(sentence(found), run / HEADS, run / FIGURE)
 
 
 def classify(

@@ -195,7 +195,7 @@ def refuse_failed(jobs: Sequence[Job], *, overwrite: bool = False) -> None:
     if failed := [job for job in jobs if job.status == "failed"]:
         what = "; ".join(f"{job.label}: {job.error} (log: {job.log})" for job in failed)
         raise LabError(
-            f"{len(failed)} of {len(jobs)} models failed: {what}", f"{again(overwrite)} the command goes on with those"
+            f"{len(failed)} of {len(jobs)} models failed: {what}", f"{again(overwrite)}, the command goes on with those"
         )
 
 

@@ -65,7 +65,7 @@ def work(
             WorkerPool(workers, screen, processes).run([job for job in jobs if job.status == "waiting"])
         except KeyboardInterrupt:
             lost = "nothing that was done since" if overwrite else "nothing that was done"
-            remedy = f"{again(overwrite)} the command goes on: {lost} is lost"
+            remedy = f"{again(overwrite)}, the command goes on: {lost} is lost"
             raise Interrupted("training was interrupted", remedy) from None
 
 
