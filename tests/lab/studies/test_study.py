@@ -281,7 +281,7 @@ def test_each_row_is_timed_once_whatever_its_name(two_rows: Path, tmp_path: Path
     assert found.seconds == 4 * (1 + estimate.START_SECONDS)
     assert found.bytes == 4 * (2 * 12 + 4) + 12, "two checkpoints and the model of each, and one that is written"
     assert timed == ["x", "x"]
-    assert [line[-6:] for line in heard] == ["1 of 2", "2 of 2"]
+    assert [line.split(", ", 1)[1] for line in heard] == ["1 of 2", "2 of 2, about 0:00 left"]
     assert estimate.estimate(jobs, 3).bytes == 4 * (2 * 12 + 4) + 3 * 12
     for job in jobs:
         job.trained = True
@@ -300,7 +300,7 @@ def test_off_a_terminal_an_estimate_says_what_it_does(two_rows: Path, tmp_path: 
         f"{loaded.title}: reading the recipes",
         f"{loaded.title}: checking whether memory holds the runs",
         f"{loaded.title}: timing a few steps of {first}, 1 of 2",
-        f"{loaded.title}: timing a few steps of {second}, 2 of 2",
+        f"{loaded.title}: timing a few steps of {second}, 2 of 2, about 0:00 left",
     ]
     assert "4 runs, 4 of them left" in last
 
@@ -399,14 +399,24 @@ def test_what_takes_long_is_told_in_hours(seconds: float, told: str) -> None:
     assert told in estimate.Expected(runs=1, left=1, seconds=seconds, bytes=0).text
 
 
-def test_slow_steps_are_not_timed_four_times(two_rows: Path, monkeypatch: Any) -> None:
-    steps, loss = [], objective.loss
-    monkeypatch.setattr(objective, "loss", lambda *a: steps.append(1) or loss(*a))
+def test_where_a_step_is_slow_one_sequence_stands_for_it(two_rows: Path, monkeypatch: Any) -> None:
+    sizes, loss = [], objective.loss
+    monkeypatch.setattr(objective, "loss", lambda *a: sizes.append(len(a[2]["input_ids"])) or loss(*a))
+    ticks = iter(range(1000))
+    monkeypatch.setattr(estimate.time, "perf_counter", lambda: float(next(ticks)))
     recipe = study.recipes(*study.load(str(two_rows)))[0]
-    assert estimate._trial(recipe, 1, 1)[0] > 0
-    monkeypatch.setattr(estimate, "TRIAL_SECONDS", 0.0)
-    assert estimate._trial(recipe, 1, 1)[0] > 0
-    assert len(steps) == estimate.TRIAL + 2
+    steps = recipe.train.steps
+    assert (recipe.train.batch, steps) == (8, 10)
+    # By this clock the gradients of any step take a second, and an update takes one
+    monkeypatch.setattr(estimate, "TRIAL_SECONDS", 100.0)
+    assert estimate._trial(recipe, 1, 1)[0] == pytest.approx((1 + 1) * steps / TRAINING)
+    assert sizes == [1, 1, 8, 8, 8]
+    sizes.clear()
+    monkeypatch.setattr(estimate, "TRIAL_SECONDS", 3.0)
+    assert estimate._trial(recipe, 1, 1)[0] == pytest.approx((8 * 1 + 1) * steps / TRAINING)
+    assert sizes == [1, 1]
+    halves = recipe.model_copy(update={"train": recipe.train.model_copy(update={"accumulate": 2})})
+    assert estimate._trial(halves, 1, 1)[0] == pytest.approx((2 * 4 * 1 + 1) * steps / TRAINING)
 
 
 def test_the_estimate_trains_nothing(two_rows: Path, tmp_path: Path) -> None:

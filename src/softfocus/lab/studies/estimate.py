@@ -12,12 +12,12 @@ from softfocus.lab.run_folder.provenance import cores
 from softfocus.lab.studies.jobs import TRAINING, Job
 from softfocus.lab.studies.screen import clock
 
-TRIAL = 4
-"""Steps of each row that are timed for the estimate; the first, which sets things up, does not
-count.
-"""
+TRIAL = 3
+"""Steps of each row that are timed for the estimate. One before them sets things up."""
 TRIAL_SECONDS = 10.0
-"""After which no further step of a row is timed, if one was."""
+"""After which no further step of a row is timed, if one was. Where a step takes longer on a CPU, a
+step of one sequence stands for it.
+"""
 CHECKPOINT = 4 * 3
 """Bytes a parameter: its weight and two moments in float32."""
 KEPT = 2 * CHECKPOINT + 4
@@ -59,14 +59,18 @@ def estimate(
     checkpoint. Of one that is trained the evaluation is left. That is the screen's share of a run,
     and as long as training takes for the tokens on which a run is fine-tuned for a classification.
     What passkeys, tasks and the rest of evaluate.also take is not known. ``tell`` is called before
-    each row, and while its corpus is prepared.
+    each row, and while its corpus is prepared. From the second row on it says what time is left.
     """
     timed: dict[object, tuple[float, int]] = {}
+    began = time.perf_counter()
     left = [job for job in jobs if job.status == "waiting"]
     rows = [without_seed(job.recipe.to_toml()) for job in left]
     for job, row in zip(left, rows, strict=True):
         if row not in timed:
-            tell(f"timing a few steps of {job.row}, {len(timed) + 1} of {len(set(rows))}")
+            all_rows = len(set(rows))
+            to_go = (time.perf_counter() - began) / max(1, len(timed)) * (all_rows - len(timed))
+            time_left = f", about {clock(to_go)} left" if timed else ""
+            tell(f"timing a few steps of {job.row}, {len(timed) + 1} of {all_rows}{time_left}")
             timed[row] = _trial(job.recipe, max(1, cores() // workers), processes, told_of(tell))
     seconds = 0.0
     for job, row in zip(left, rows, strict=True):
@@ -114,30 +118,40 @@ def _trial(recipe: Recipe, threads: int, processes: int, listener: Listener = si
     models.quiet()
     source = data.load(recipe, listener)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         model = models.build(recipe, source.vocab_size, source.end_of_document).to(device)
         optimiser = torch.optim.AdamW(model.parameters(), lr=0.0)
         windows = source.training_windows(recipe)
-        rows = max(1, recipe.train.batch // (recipe.train.accumulate * processes))
-        start, began, timed = 0.0, time.perf_counter(), 0
-        for step in range(TRIAL):
-            if step == 1:
-                start = time.perf_counter()
-            batch = default_collate([windows[index] for index in range(rows)])
+
+        def step(sequences: int) -> tuple[float, float]:
+            """Seconds for the gradients, and for the update."""
+            began = time.perf_counter()
+            batch = default_collate([windows[index] for index in range(sequences)])
             batch = {name: value.to(device) for name, value in batch.items()}
             with torch.autocast(device, torch.bfloat16, enabled=recipe.train.bf16):
                 loss = objective.loss(recipe.data.kind, model, batch)
             loss.backward()
+            wait()
+            between = time.perf_counter()
             optimiser.step()
             optimiser.zero_grad()
-            loss.item()  # a GPU is waited for
-            timed = step
-            if timed and time.perf_counter() - began > TRIAL_SECONDS:
-                break
-        a_step = (time.perf_counter() - start) / timed * recipe.train.accumulate
+            wait()
+            return between - began, time.perf_counter() - between
+
+        rows = max(1, recipe.train.batch // (recipe.train.accumulate * processes))
+        few = rows if device == "cuda" else 1  # there alone the time grows with the sequences
+        step(few)
+        gradients, update = step(few)
+        steps = [(gradients * rows / few, update)]
+        if device == "cpu" and sum(steps[0]) < TRIAL_SECONDS:
+            steps = [step(rows)]
+        while len(steps) < TRIAL and sum(map(sum, steps)) < TRIAL_SECONDS:
+            steps.append(step(rows))
     finally:
         torch.set_num_threads(before)
+    a_step = sum(gradients * recipe.train.accumulate + update for gradients, update in steps) / len(steps)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return a_step * recipe.train.steps / TRAINING, parameters
