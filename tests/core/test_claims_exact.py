@@ -52,6 +52,28 @@ def two_keys(weight: float, value: float) -> tuple[float, float]:
     return plain, ours
 
 
+# The causal mask
+
+
+@pytest.mark.parametrize(("length", "dimension"), [(24, 4), (64, 8), (5, 1)])
+def test_a_causal_mask_raises_the_rank_from_d_to_l(length: int, dimension: int) -> None:
+    generator = torch.Generator().manual_seed(length)
+    q, k = (torch.randn(length, dimension, dtype=torch.float64, generator=generator) for _ in range(2))
+    scores = q @ k.T / math.sqrt(dimension)
+    assert torch.linalg.matrix_rank(scores) == dimension
+    # Triangular, so its determinant is the product of its diagonal. The smallest singular values of
+    # random triangular matrices shrink with the size, in the end below float64's rounding
+    assert (scores.diagonal() != 0).all()
+    assert dimension < torch.linalg.matrix_rank(scores.tril()) <= length
+    if length < 64:
+        assert torch.linalg.matrix_rank(scores.tril()) == length
+    # Attention without softmax (scenario I) applies just this matrix to the values
+    values = torch.eye(length, dtype=torch.float64)
+    wide = [one.reshape(1, 1, length, -1) for one in (q, k, values)]
+    applied = softfocus.attention(*wide, is_causal=True, mechanism="scenario_i")[0, 0]
+    torch.testing.assert_close(applied, scores.tril(), rtol=1e-12, atol=1e-12)
+
+
 # LASER: Jacobians
 
 

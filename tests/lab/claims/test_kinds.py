@@ -17,6 +17,7 @@ from softfocus.lab.claims.parts import Part, corrected, decide
 from softfocus.lab.claims.power_law import PowerLaw, families, saved
 from softfocus.lab.claims.results import Results, Run
 from softfocus.lab.claims.verdict import judge
+from softfocus.lab.errors import LabError
 from softfocus.lab.evaluate.means import Estimate, Mean, estimate
 from softfocus.lab.inspect.results import Row as Attention
 from softfocus.lab.inspect.results import Value
@@ -474,6 +475,82 @@ def test_small_probabilities(a_run: Any, shares: Any, expected: str) -> None:
     assert verdict(claim(["softmax"], text + '"1e-3"'), runs) == expected
     assert verdict(claim(["softmax"], text + '"1e-7"'), runs) == "not run"  # early inspections lack it
     assert verdict(claim(["softmax"], text + '"1e-3"\nat = "2x"'), runs) == "not run"
+
+
+# attends
+
+
+@pytest.fixture
+def attending(a_run: Any) -> Any:
+    """Three inspected trainings of a row, from their entropies at 1x and 16x."""
+
+    def make(row: str, *entropies: tuple[float, float] | None) -> list[Run]:
+        zero, names = Value(mean=0.0, standard_error=0.0), ("zeros", "above_1e_9", "above_1e_3", "uniform", "beyond")
+        runs = []
+        for seed, pair in enumerate(entropies):
+            if pair is None:
+                runs.append(a_run(row, seed, status="diverged"))
+                continue
+            shown = [
+                Attention(
+                    length=length,
+                    layer=None,
+                    head=None,
+                    entropy=Value(mean=entropy, standard_error=0.003),
+                    distance=Value(mean=10 * entropy, standard_error=0.004),
+                    **dict.fromkeys(names, zero),
+                )
+                for length, entropy in zip((128, 2048), pair, strict=True)
+            ]
+            runs.append(a_run(row, seed).model_copy(update={"attention": shown}))
+        return runs
+
+    return make
+
+
+def test_a_mean_of_the_attention_is_above_that_of_another(attending: Any) -> None:
+    low, high = attending("a", (1.0, 2.0), (1.1, 2.0), (1.2, 2.2)), attending("b", (1.5, 2.0), (1.6, 2.2), (1.8, 2.1))
+    text = 'kind = "attends"\nmean = "distance"\nrow = "b"\nthan = "a"'
+    judged = judge(claim(["a", "b"], text), results(low + high))[0]
+    assert judged.verdict == "holds"
+    # Differences 5, 5 and 6 by seed: a spread of 1 / sqrt(3) over sqrt(3). All seeds of a row read the
+    # same documents, so their error does not shrink
+    error = np.hypot(1 / 3, np.sqrt(2) * 0.004)
+    assert judged.shown.text == f"mean distance in tokens at 1x: b 16.33, a 11.00: +5.33 ± {error:.2f}"
+    turned = claim(["a", "b"], text.replace('row = "b"', 'row = "a"').replace('than = "a"', 'than = "b"'))
+    assert verdict(turned, low + high) == "fails"
+    assert verdict(claim(["a", "b"], text + '\nat = "16x"'), low + high) == "inconclusive"
+    assert verdict(claim(["a", "b"], text + '\nat = "2x"'), low + high) == "not run"
+    assert verdict(claim(["a", "b"], text + '\nsince = "2x"'), low + high) == "not run"
+    assert verdict(claim(["a", "b"], text), low[:2] + high) == "too few seeds"
+
+
+def test_a_mean_of_the_attention_grows(attending: Any) -> None:
+    slow, fast = attending("a", (1.0, 1.5), (1.1, 1.7), (1.2, 1.7)), attending("b", (1.0, 3.0), (1.0, 3.1), (0.9, 3.0))
+    text = 'kind = "attends"\nmean = "entropy"\nat = "16x"\nsince = "1x"\n'
+    made = claim(["a", "b"], text + 'row = "b"\nthan = "a"')
+    judged = judge(made, results(slow + fast))[0]
+    assert judged.verdict == "holds"
+    assert judged.shown.text.startswith("entropy in nats from 1x to 16x: b +2.067, a +0.533: +1.533 ± 0.0")
+    alone = judge(claim(["a"], text + 'row = "a"'), results(slow))[0]
+    assert alone.verdict == "holds"
+    # Growths of 0.5, 0.6 and 0.5: their spread, and the errors of both lengths
+    error = np.hypot(np.std([0.5, 0.6, 0.5], ddof=1) / np.sqrt(3), 0.003 * np.sqrt(2))
+    assert alone.shown.text == f"entropy in nats from 1x to 16x: a +0.533: +0.533 ± {error:.3f}"
+    shrinks = attending("a", (1.5, 1.0), (1.7, 1.1), (1.7, 1.2))
+    assert verdict(claim(["a"], text + 'row = "a"'), shrinks) == "fails"
+
+
+def test_weights_of_a_training_that_diverged_decide_nothing(attending: Any) -> None:
+    runs = attending("a", (1.0, 1.5), None, (1.2, 1.7)) + attending("b", (1.0, 3.0), (1.0, 3.1), (0.9, 3.0))
+    judged = judge(claim(["a", "b"], 'kind = "attends"\nmean = "entropy"\nrow = "b"\nthan = "a"'), results(runs))[0]
+    assert judged.verdict == "inconclusive"
+    assert judged.shown.text == "0 of 3 trainings of b diverged, 1 of 3 of a"
+
+
+def test_a_mean_that_is_never_negative_needs_something_to_be_above() -> None:
+    with pytest.raises(LabError, match="never below 0: give `than`, `since` or both"):
+        claim(["a"], 'kind = "attends"\nmean = "entropy"\nrow = "a"')
 
 
 def test_a_page_shows_what_was_noted_over_training(curves: Any, tmp_path: Path) -> None:

@@ -113,6 +113,24 @@ class Faint(_OfRows):
     at: Multiple = "1x"
 
 
+class Attends(Compared):
+    """A mean over the attention weights of each row is above that of each of the others."""
+
+    kind: Literal["attends"]
+    mean: Literal["distance", "entropy", "below_1e_3", "below_1e_7"] = Field(
+        description="as softfocus.lab.inspect.results.Row has them"
+    )
+    than: Names = Field(default=[], description="rows; '*' for all others; none: it is above 0")
+    at: Multiple = "1x"
+    since: Multiple | None = Field(default=None, description="what is judged is by how much it grows from here")
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "Attends":
+        if not self.than and self.since is None:
+            raise ValueError("a mean of attention weights is never below 0: give `than`, `since` or both")
+        return self
+
+
 class Classifies(Compared):
     """Fine-tuned on classification, each row has a higher accuracy than each of the others."""
 
@@ -153,7 +171,7 @@ class Exact(_Statement):
 
 
 Statement = Annotated[
-    Lower | Close | Flat | Trains | Steeper | Sooner | Faint | Classifies | Finds | Answers | Saves | Exact,
+    Lower | Close | Flat | Trains | Steeper | Sooner | Faint | Attends | Classifies | Finds | Answers | Saves | Exact,
     Field(discriminator="kind"),
 ]
 

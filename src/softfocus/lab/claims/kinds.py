@@ -11,7 +11,7 @@ from statistics import median
 
 import numpy as np
 
-from softfocus.lab.claims.claim import Answers, Claim, Classifies, Faint, Finds, Saves, Sooner, Steeper
+from softfocus.lab.claims.claim import Answers, Attends, Claim, Classifies, Faint, Finds, Saves, Sooner, Steeper
 from softfocus.lab.claims.parts import (
     SEEDS,
     Part,
@@ -123,6 +123,54 @@ def faint(claim: Claim, results: Results, statement: Faint) -> list[Part]:
             text = f"{row} {statement.at}: {found.value:.1%} ± {found.standard_error:.1%} below {statement.below}"
             parts.append(decide(-found, -statement.share, text))
     return parts
+
+
+def attends(claim: Claim, results: Results, statement: Attends) -> list[Part]:
+    """Of means over attention weights, over documents and trainings."""
+    if not statement.than:
+        return [_attends(results, statement, (row,)) for row in statement.row]
+    return [_attends(results, statement, pair) for pair in pairs_of(claim, statement)]
+
+
+def _attends(results: Results, statement: Attends, rows: Sequence[str]) -> Part:
+    """Weights of a training that diverged are no larger and no smaller than others."""
+    sides, early = sides_of(results, rows)
+    if early:
+        return early
+    lost = [lost_of(runs) for runs in sides]
+    known = [[(run.info.seed, one) for run in runs if (one := _mean(run, statement)) is not None] for runs in sides]
+    for row, some, (gone, of) in zip(rows, known, lost, strict=True):
+        if len(some) + gone < of:
+            return Part("not run", f"{row} was not inspected at {statement.at}")
+    if any(gone for gone, _ in lost):
+        return Part("inconclusive", lost_text(rows, lost))
+    found = difference(known[0], known[1]) if len(rows) > 1 else estimate(known[0])
+    name, form = _MEANS[statement.mean]
+    sign = "+" if statement.since else ""
+    means = ", ".join(f"{row} {estimate(some).value:{sign}{form}}" for row, some in zip(rows, known, strict=True))
+    growth = f"from {statement.since} to {statement.at}" if statement.since else f"at {statement.at}"
+    text = f"{name} {growth}: {means}: {found.value:+{form}} ± {found.standard_error:{form}}"
+    return decide(-found, 0.0, text)
+
+
+_MEANS = {
+    "distance": ("mean distance in tokens", ".2f"),
+    "entropy": ("entropy in nats", ".3f"),
+    "below_1e_3": ("share below 1e-3", ".1%"),
+    "below_1e_7": ("share below 1e-7", ".1%"),
+}
+"""What a mean is called, and how its numbers are written."""
+
+
+def _mean(run: Run, statement: Attends) -> Mean | None:
+    """The mean of a run, or its growth; None where it was not measured."""
+    found = {row.length: getattr(row, statement.mean) for row in run.attention}
+    there = found.get(_length(run, statement.at))
+    if there is None or statement.since is None:
+        return there and Mean(there.mean, there.standard_error)
+    before = found.get(_length(run, statement.since))
+    # Windows of two lengths start in other places: their errors are taken as independent
+    return before and Mean(there.mean - before.mean, math.hypot(there.standard_error, before.standard_error))
 
 
 def classifies(claim: Claim, results: Results, statement: Classifies) -> list[Part]:

@@ -9,6 +9,7 @@ from typing import Any
 from softfocus.lab.claims import kinds
 from softfocus.lab.claims.claim import (
     Answers,
+    Attends,
     Claim,
     Classifies,
     Close,
@@ -115,6 +116,7 @@ _JUDGES: dict[type, Callable[[Claim, Results, Any], list[Part]]] = {
     Steeper: kinds.steeper,
     Sooner: kinds.sooner,
     Faint: kinds.faint,
+    Attends: kinds.attends,
     Classifies: kinds.classifies,
     Finds: kinds.finds,
     Answers: kinds.answers,
