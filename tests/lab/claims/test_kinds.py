@@ -513,8 +513,8 @@ def test_a_mean_of_the_attention_is_above_that_of_another(attending: Any) -> Non
     text = 'kind = "attends"\nmean = "distance"\nrow = "b"\nthan = "a"'
     judged = judge(claim(["a", "b"], text), results(low + high))[0]
     assert judged.verdict == "holds"
-    # Differences 5, 5 and 6 by seed: a spread of 1 / sqrt(3) over sqrt(3). All seeds of a row read the
-    # same documents, so their error does not shrink
+    # Differences 5, 5 and 6 by seed: a spread of 1 / sqrt(3) over sqrt(3). All seeds read the same
+    # documents, so the error of these does not shrink
     error = np.hypot(1 / 3, np.sqrt(2) * 0.004)
     assert judged.shown.text == f"mean distance in tokens at 1x: b 16.33, a 11.00: +5.33 ± {error:.2f}"
     turned = claim(["a", "b"], text.replace('row = "b"', 'row = "a"').replace('than = "a"', 'than = "b"'))
