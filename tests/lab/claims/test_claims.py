@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -928,6 +929,23 @@ def test_rows_that_claims_share_are_taken_from_either(two: Claim, tmp_path: Path
     )
     assert {name: json_text(run) for name, run in found.items()} == {"a-s0": json_text(before.runs[0])}
     assert earlier_runs.names(known["other"], "toy", tmp_path / "first" / PUBLISHED) == ["a-s0"]
+    # One of the same name and another recipe is passed over, if there is one of the same recipe
+    rate = f"learning_rate = {tomllib.loads(before.runs[0].recipe)['train']['learning_rate']}"
+    changed = [
+        run.model_copy(update={"recipe": run.recipe.replace(rate, "learning_rate = 0.5")}) for run in before.runs
+    ]
+    place = tmp_path / "first" / PUBLISHED / "zero" / "toy"
+    place.mkdir(parents=True)
+    (place / "results.json").write_text(json_text(before.model_copy(update={"runs": changed})))
+    known = {"zero": two} | known
+    monkeypatch.setattr(claims, "shipped", lambda: list(known))
+    monkeypatch.setattr(claims, "load", known.__getitem__)
+    plan = recipes(known["other"], "toy", [0])
+    found = earlier_runs.runs(known["other"], "toy", plan, tmp_path / "first" / PUBLISHED)
+    assert {name: json_text(run) for name, run in found.items()} == {"a-s0": json_text(before.runs[0])}
+    shutil.rmtree(tmp_path / "first" / PUBLISHED / "two")
+    with pytest.raises(LabError, match=r"run a-s0 of .* has another recipe: train\.learning_rate was 0\.5 and is"):
+        earlier_runs.runs(known["other"], "toy", plan, tmp_path / "first" / PUBLISHED)
 
 
 def test_a_folder_without_earlier_runs_is_named(two: Claim, tmp_path: Path) -> None:

@@ -536,7 +536,7 @@ def test_a_mean_of_the_attention_grows(attending: Any) -> None:
     assert alone.verdict == "holds"
     # Growths of 0.5, 0.6 and 0.5: their spread, and the errors of both lengths
     error = np.hypot(np.std([0.5, 0.6, 0.5], ddof=1) / np.sqrt(3), 0.003 * np.sqrt(2))
-    assert alone.shown.text == f"entropy in nats from 1x to 16x: a +0.533: +0.533 ± {error:.3f}"
+    assert alone.shown.text == f"entropy in nats from 1x to 16x: a +0.533 ± {error:.3f}"
     shrinks = attending("a", (1.5, 1.0), (1.7, 1.1), (1.7, 1.2))
     assert verdict(claim(["a"], text + 'row = "a"'), shrinks) == "fails"
 

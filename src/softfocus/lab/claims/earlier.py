@@ -22,7 +22,8 @@ from softfocus.lab.run_folder.provenance import without_folders
 
 def runs(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path) -> dict[str, Run]:
     """Those of a plan's runs that stand in FOLDER/CLAIM/SCALE/results.json already, by their names.
-    Rows that the claim's own results lack are looked for in those of claims that share them.
+    Rows that the claim's own results lack, or have of another recipe, are looked for in those of
+    claims that share them.
 
     Args:
         claim: whose rows they are.
@@ -33,7 +34,7 @@ def runs(claim: Claim, scale: Scale, plan: Sequence[Recipe], folder: Path) -> di
     Raises:
         LabError: no such folder or results, or some that another recipe or other data gave.
     """
-    there = _published(claim, scale, folder, [recipe.name for recipe in plan])
+    there = _published(claim, scale, folder, plan)
     found, keys = {}, {}
     for recipe in plan:
         if recipe.name not in there:
@@ -68,17 +69,18 @@ def names(claim: Claim, scale: Scale, folder: Path) -> list[str]:
 
 
 def _published(
-    claim: Claim, scale: Scale, folder: Path, wanted: Sequence[str] = ()
+    claim: Claim, scale: Scale, folder: Path, plan: Sequence[Recipe] = ()
 ) -> dict[str, tuple[Path, Results, Run]]:
-    """By "ROW-sSEED": the file, what it holds, and the run. A row is looked for until it is found,
-    with the seeds that are wanted of it, in the claim's own results first.
+    """By "ROW-sSEED": the file, what it holds, and the run. A row is looked for until it is found
+    with the seeds and the recipe of the plan, in the claim's own results first.
     """
     remedy = "name one that holds CLAIM/SCALE/results.json, as docs/results/claims does, or leave --from out"
     if not folder.is_dir():
         raise LabError(f"--from: there is no folder {folder}", remedy)
     found: dict[str, tuple[Path, Results, Run]] = {}
+    wanted = {recipe.name: recipe for recipe in plan}
     of_row = {row: {name for name in wanted if name.rpartition("-s")[0] == row} for row in claim.rows}
-    left = set(claim.rows)
+    left, alike = set(claim.rows), set[str]()
     others = [claims.load(name) for name in claims.shipped() if name != claim.name]
     for one in (claim, *others):
         place = folder / one.name / scale / RESULTS
@@ -86,8 +88,14 @@ def _published(
         if shared and place.exists():
             results = outcomes.read(place)
             of_rows = [run for run in results.runs if run.row in shared]
-            found = {f"{run.row}-s{run.info.seed}": (place, results, run) for run in of_rows} | found
-            left -= {run.row for run in of_rows if of_row[run.row] <= found.keys()}
+            for run in of_rows:
+                name = f"{run.row}-s{run.info.seed}"
+                same = name not in wanted or not _differing(run, wanted[name])
+                if name not in found or (same and name not in alike):
+                    found[name] = place, results, run
+                if same:
+                    alike.add(name)
+            left -= {run.row for run in of_rows if of_row[run.row] <= alike}
     if not found:
         what = f"{claim.name}/{scale}/{RESULTS}, and no results of a claim that shares its rows"
         raise LabError(f"--from: {folder} holds no {what}", remedy)

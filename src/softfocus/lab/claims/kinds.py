@@ -147,10 +147,10 @@ def _attends(results: Results, statement: Attends, rows: Sequence[str]) -> Part:
     found = difference(known[0], known[1]) if len(rows) > 1 else estimate(known[0])
     name, form = _MEANS[statement.mean]
     sign = "+" if statement.since else ""
-    means = ", ".join(f"{row} {estimate(some).value:{sign}{form}}" for row, some in zip(rows, known, strict=True))
+    means = [f"{row} {estimate(some).value:{sign}{form}}" for row, some in zip(rows, known, strict=True)]
     growth = f"from {statement.since} to {statement.at}" if statement.since else f"at {statement.at}"
-    text = f"{name} {growth}: {means}: {found.value:+{form}} ± {found.standard_error:{form}}"
-    return decide(-found, 0.0, text)
+    judged = f"{', '.join(means)}: {found.value:+{form}}" if len(means) > 1 else means[0]
+    return decide(-found, 0.0, f"{name} {growth}: {judged} ± {found.standard_error:{form}}")
 
 
 _MEANS = {
