@@ -937,7 +937,7 @@ def test_rows_that_claims_share_are_taken_from_either(two: Claim, tmp_path: Path
     place = tmp_path / "first" / PUBLISHED / "zero" / "toy"
     place.mkdir(parents=True)
     (place / "results.json").write_text(json_text(before.model_copy(update={"runs": changed})))
-    known = {"zero": two} | known
+    known = {"zero": parse("zero", CLAIM)} | known
     monkeypatch.setattr(claims, "shipped", lambda: list(known))
     monkeypatch.setattr(claims, "load", known.__getitem__)
     plan = recipes(known["other"], "toy", [0])
