@@ -153,7 +153,17 @@ def measured(a_run: Any) -> Any:
                 continue
             run = a_run(row, seed, validation_loss=[(50, 3.0), (100, 2.0)])
             zero = Value(mean=0.0, standard_error=0.0)
-            names = ("zeros", "above_1e_9", "above_1e_3", "entropy", "uniform", "distance", "beyond", "below_1e_3")
+            names = (
+                "zeros",
+                "above_1e_9",
+                "above_1e_3",
+                "entropy",
+                "uniform",
+                "distance",
+                "beyond",
+                "below_1e_3",
+                "below_1e_7",
+            )
             answered = TaskRow(task="sciq", accuracy=0.5, standard_error=0.1, right=[0, 1])
             found = Classification(
                 run=row, mechanism=row, train_length=run.info.train_length, seed=seed, corpus_key="k", length=64,
@@ -179,6 +189,7 @@ def test_shares_stand_in_a_table_with_their_spread(measured: Any) -> None:
         "passkeys found at 1x": 0.5,
         "right in sciq": 0.5,
         "below 1e-3 at 1x": 0.0,
+        "below 1e-7 at 1x": 0.0,
     }
     better = first.classification.model_copy(update={"accuracy": 0.7})
     runs[0] = first.model_copy(update={"classification": better})
@@ -460,7 +471,7 @@ def test_projections_have_gradients_of_their_own(a_run: Any) -> None:
 )
 def test_small_probabilities(a_run: Any, shares: Any, expected: str) -> None:
     zero = Value(mean=0.0, standard_error=0.0)
-    names = ("zeros", "above_1e_9", "above_1e_3", "entropy", "uniform", "distance", "beyond")
+    names = ("zeros", "above_1e_9", "above_1e_3", "entropy", "uniform", "distance", "beyond", "below_1e_7")
     runs = []
     for seed, share in enumerate(shares):
         row = Attention(
@@ -473,7 +484,7 @@ def test_small_probabilities(a_run: Any, shares: Any, expected: str) -> None:
         runs.append(a_run("softmax", seed).model_copy(update={"attention": [row]}))
     text = 'kind = "faint"\nrow = "softmax"\nshare = 0.8\nbelow = '
     assert verdict(claim(["softmax"], text + '"1e-3"'), runs) == expected
-    assert verdict(claim(["softmax"], text + '"1e-7"'), runs) == "not run"  # early inspections lack it
+    assert verdict(claim(["softmax"], text + '"1e-7"'), runs) == "fails"
     assert verdict(claim(["softmax"], text + '"1e-3"\nat = "2x"'), runs) == "not run"
 
 
@@ -485,7 +496,8 @@ def attending(a_run: Any) -> Any:
     """Three inspected trainings of a row, from their entropies at 1x and 16x."""
 
     def make(row: str, *entropies: tuple[float, float] | None) -> list[Run]:
-        zero, names = Value(mean=0.0, standard_error=0.0), ("zeros", "above_1e_9", "above_1e_3", "uniform", "beyond")
+        zero = Value(mean=0.0, standard_error=0.0)
+        names = ("zeros", "above_1e_9", "above_1e_3", "below_1e_3", "below_1e_7", "uniform", "beyond")
         runs = []
         for seed, pair in enumerate(entropies):
             if pair is None:

@@ -107,10 +107,11 @@ def _sooner_text(row: str, than: str, statement: Sooner, found: Estimate, shares
 
 def faint(claim: Claim, results: Results, statement: Faint) -> list[Part]:
     """Of shares, over documents and trainings."""
+    name = f"below_{statement.below.replace('-', '_')}"
     parts = []
     for row in statement.row:
         (runs,), early = sides_of(results, [row])
-        known = [(run.info.seed, value) for run in runs if (value := _probabilities(run, statement)) is not None]
+        known = [(run.info.seed, value) for run in runs if (value := _attention(run, name, statement.at)) is not None]
         lost = lost_of(runs)
         if early:
             parts.append(early)
@@ -164,13 +165,21 @@ _MEANS = {
 
 def _mean(run: Run, statement: Attends) -> Mean | None:
     """The mean of a run, or its growth; None where it was not measured."""
-    found = {row.length: getattr(row, statement.mean) for row in run.attention}
-    there = found.get(_length(run, statement.at))
+    there = _attention(run, statement.mean, statement.at)
     if there is None or statement.since is None:
-        return there and Mean(there.mean, there.standard_error)
-    before = found.get(_length(run, statement.since))
+        return there
+    before = _attention(run, statement.mean, statement.since)
     # Windows of two lengths start in other places: their errors are taken as independent
-    return before and Mean(there.mean - before.mean, math.hypot(there.standard_error, before.standard_error))
+    if before is None:
+        return None
+    return Mean(there.value - before.value, math.hypot(there.standard_error, before.standard_error))
+
+
+def _attention(run: Run, name: str, at: str) -> Mean | None:
+    """What the attention of a run is like at a length, if it was measured."""
+    there = next((row for row in run.attention if row.length == _length(run, at)), None)
+    value = None if there is None else getattr(there, name)
+    return None if value is None else Mean(value.mean, value.standard_error)
 
 
 def classifies(claim: Claim, results: Results, statement: Classifies) -> list[Part]:
@@ -302,13 +311,6 @@ def _log_norm(run: Run, statement: Steeper) -> float:
     if run.diverged or not all(map(math.isfinite, norms)):
         return math.inf
     return math.log(max(max(norms) if statement.of == "largest" else median(norms), 1e-30))
-
-
-def _probabilities(run: Run, statement: Faint) -> Mean | None:
-    """The share of them that is below, if it was measured."""
-    there = next((row for row in run.attention if row.length == _length(run, statement.at)), None)
-    value = None if there is None else there.below_1e_3 if statement.below == "1e-3" else there.below_1e_7
-    return None if value is None else Mean(value.mean, value.standard_error)
 
 
 def _reached(curve: Sequence[tuple[int, float]], loss: float) -> float:

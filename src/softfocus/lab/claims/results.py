@@ -98,8 +98,7 @@ class Run(Record):
             found[f"right in {task.task}"] = fmean(task.right)
         for row in self.attention:
             for limit, share in (("1e-3", row.below_1e_3), ("1e-7", row.below_1e_7)):
-                if share is not None:
-                    found[f"below {limit} at {row.length / trained:g}x"] = share.mean
+                found[f"below {limit} at {row.length / trained:g}x"] = share.mean
         return found
 
     @property

@@ -38,10 +38,8 @@ class Row(Record):
     zeros: Value = Field(description="share of the visible weights that are exactly 0")
     above_1e_9: Value = Field(description="share of the visible weights above 1e-9 of their row's largest")
     above_1e_3: Value = Field(description="the same, above 1e-3")
-    below_1e_3: Value | None = Field(
-        default=None, description="share of the visible weights below 1e-3 of their row's sum; early results lack it"
-    )
-    below_1e_7: Value | None = Field(default=None, description="the same, below 1e-7")
+    below_1e_3: Value = Field(description="share of the visible weights below 1e-3 of their row's sum")
+    below_1e_7: Value = Field(description="the same, below 1e-7")
     entropy: Value = Field(description="of the row's weights, in nats")
     uniform: Value = Field(description="the entropy that uniform weights would have: log of the number of visible keys")
     distance: Value = Field(description="mean distance to what is attended to, in tokens")
@@ -71,7 +69,7 @@ class Heads(Record):
     layer: int
     heads: list[int]
     runs: str = Field(description="the mechanism, its window, its share of RoPE")
-    learned: list[Learned] = Field(default=[], description="early results lack it")
+    learned: list[Learned]
 
 
 class Inspection(Record):

@@ -11,7 +11,7 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Any, Literal, get_args
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import to_json
 
 Status = Literal["running", "complete", "interrupted", "diverged", "failed"]
@@ -66,11 +66,7 @@ class RunInfo(Record):
     finished: datetime | None = None
     train_length: int = Field(description="tokens a training window")
     vocabulary: int = Field(description="size of the tokenizer's vocabulary")
-    corpus_key: str = Field(
-        default="",
-        description="key of the token cache: which corpus, tokenizer and held-out part",
-        validation_alias=AliasChoices("corpus_key", "tokens"),  # as early runs called it
-    )
+    corpus_key: str = Field(default="", description="key of the token cache: which corpus, tokenizer and held-out part")
     steps: int = Field(description="optimiser steps that the recipe asks for")
     steps_done: int = 0
     tokens_per_step: int
