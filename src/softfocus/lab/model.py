@@ -260,20 +260,22 @@ def load(folder: Path, config: Any = None, kind: Kind = "text") -> Any:
             f"{folder} was trained on {TRAINED_ON[learned]}, and this is for models that go on with a text",
             f"measure it with `softfocus evaluate {folder}`",
         )
-    _refuse_damage(folder)
+    refuse_damage(folder)
     try:
         model = _auto(kind).from_pretrained(folder / MODEL, config=config or load_config(folder), use_safetensors=True)
     except (OSError, ValueError, SafetensorError) as error:
-        raise LabError(
-            f"the model in {folder / MODEL} cannot be loaded: {first_line(error)}", _retrain_remedy(folder)
-        ) from error
+        raise not_loaded(folder, error) from error
     return laser_ablation.apply(model).to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
-def _refuse_damage(folder: Path) -> None:
-    """Refuse a model that is not as training saved it. The runs of early versions have neither a
-    token nor checksums.
-    """
+def not_loaded(folder: Path, error: Exception) -> LabError:
+    """What to say of a run whose model a library cannot load."""
+    what = f"the model in {folder / MODEL} cannot be loaded: {first_line(error).rstrip('.')}"
+    return LabError(what, _retrain_remedy(folder))
+
+
+def refuse_damage(folder: Path) -> None:
+    """Refuse a model that is not as training saved it. Early runs have no token or checksums."""
     sealed = load_run(folder, complete=False).token or (folder / MODEL / MANIFEST).exists()
     if sealed and (folder / MODEL).is_dir() and (why := damage(folder / MODEL)) is not None:
         raise LabError(
@@ -292,10 +294,8 @@ def load_config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder / MODEL)
     except Exception as error:  # what is not an object of JSON gives errors of any kind
-        _refuse_damage(folder)
-        raise LabError(
-            f"the model in {folder / MODEL} cannot be loaded: {first_line(error).rstrip('.')}", _retrain_remedy(folder)
-        ) from error
+        refuse_damage(folder)
+        raise not_loaded(folder, error) from error
     if softfocus.hf.layout_of(config) is None:
         raise LabError(
             f"{folder / MODEL / 'config.json'} has no entry 'softfocus', the mechanism", _retrain_remedy(folder)

@@ -271,6 +271,20 @@ def test_a_study_measures_what_its_recipe_asks_for(tiny: Path, tmp_path: Path, s
         save_measured(tmp_path / "one", found)
 
 
+def test_a_damaged_model_is_not_fine_tuned(trained: Path, tmp_path: Path, early: Callable[[Path], None]) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    weights = folder / "model" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(LabError, match=r"is damaged \(.*model\.safetensors"):
+        classify(folder)
+    early(folder)  # without checksums
+    weights.write_bytes(whole[:-1])
+    with pytest.raises(LabError, match=r"cannot be loaded: .*; train it again with"):
+        classify(folder)
+
+
 def test_what_cannot_be_classified(tmp_path: Path, tiny: Path) -> None:
     with pytest.raises(LabError, match="there is no run"):
         classify(tmp_path / "gone")

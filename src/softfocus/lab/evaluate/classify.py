@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch.utils.data import Dataset
 from transformers import (
     AutoModelForSequenceClassification,
@@ -137,8 +138,9 @@ def classify(folder: Path, *, progress: Listener = silent) -> Classification:
         What classification.json holds.
 
     Raises:
-        LabError: a run that is not finished or was trained on a task, an architecture that has no
-            classifier in Transformers, too few documents, or a disk without room for checkpoints.
+        LabError: a run that is not finished or was trained on a task, a damaged model, an
+            architecture that has no classifier in Transformers, too few documents, or a disk
+            without room for checkpoints.
     """
     models.quiet()
     info, recipe = load_run(folder), load(folder / RECIPE)
@@ -198,8 +200,8 @@ def classify_labelled(
             files in a folder of the same name stays.
 
     Raises:
-        LabError: a run that is not finished or was trained on a task, an architecture that has no
-            classifier in Transformers, a layout with sinks, files that
+        LabError: a run that is not finished or was trained on a task, a damaged model, an
+            architecture that has no classifier in Transformers, a layout with sinks, files that
             `softfocus.lab.data.labelled.read` refuses, a labelled.json that cannot be read, or a
             disk without room for checkpoints.
     """
@@ -284,11 +286,14 @@ def _refuse_sinks(folder: Path) -> None:
 
 def _classifier(folder: Path, end: int, labels: int) -> Any:
     """The model with a head of so many classes on its last token that is no padding."""
+    models.refuse_damage(folder)
     try:
         config = models.load_config(folder)
         config.num_labels, config.pad_token_id = labels, end
         model = AutoModelForSequenceClassification.from_pretrained(folder / MODEL, config=config, use_safetensors=True)
-    except (OSError, ValueError) as error:
+    except (OSError, SafetensorError) as error:
+        raise models.not_loaded(folder, error) from error
+    except ValueError as error:
         raise LabError(
             f"Transformers makes no classifier of the model in {folder}: {first_line(error)}",
             "classify a run of another architecture",
