@@ -614,6 +614,25 @@ def test_a_full_disk_is_noticed_before_it_is_full(tiny: Path, tmp_path: Path, mo
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_is_deleted_only_where_the_disk_has_room_for_another(
+    tiny: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it leaves counts as room."""
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    there = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    freed = sum(len(content) for path, content in there.items() if {"model", "checkpoints"} & set(path.parts))
+    needed = 40 * load_run(folder).parameters - freed
+    assert needed > 0
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
+    with pytest.raises(LabError, match="free some space"):
+        train(load(tiny), folder, overwrite=True)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == there
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
+    assert train(load(tiny, ["train.steps=2"]), folder, overwrite=True).status == "complete"
+
+
 def test_damaged_run_files(trained: Path, tmp_path: Path) -> None:
     info = load_run(trained)
     save_run(tmp_path, info)

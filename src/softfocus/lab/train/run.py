@@ -21,7 +21,7 @@ from softfocus.lab.progress import Listener, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.recipes.recipe import Recipe
 from softfocus.lab.run_folder import provenance
-from softfocus.lab.run_folder.disk import FULL, PARTIAL, check_room, disk_error
+from softfocus.lab.run_folder.disk import FULL, PARTIAL, check_room, disk_error, folder_bytes
 from softfocus.lab.run_folder.files import (
     CHECKPOINTS,
     GONE,
@@ -211,21 +211,21 @@ def _check(recipe: Recipe, folder: Path, resume: bool, overwrite: bool) -> RunIn
 
 
 def _make_room(folder: Path, parameters: int) -> None:
-    """Delete the run that was there, and see that the disk has room for checkpoints of so many
-    parameters.
+    """See that the disk has room for checkpoints of so many parameters, and delete the run that was
+    there.
     """
-    # What a run left whose run.json is gone must not be resumed or reported as this one's
     left = [name for name in (MODEL, CHECKPOINTS) if (folder / name).exists()]
+    # Three checkpoints (two are kept, one is being written) of float32 weights and two moments, and
+    # the model
+    needed = parameters * 4 * (3 * 3 + 1) - sum(folder_bytes(folder / name) for name in left)
+    remedy = "free some space, or choose another disk with --out"
+    check_room(folder, max(0, needed), "training needs {} for its checkpoints", remedy)
+    # What a run left whose run.json is gone must not be resumed or reported as this one's
     if left and not (folder / RUN).exists():
         names = " and ".join(left)
         _log.warning("%s has no %s: its %s, of a run of which nothing is known, are deleted", folder, RUN, names)
     clear_run(folder)
     (folder / RECIPE).unlink(missing_ok=True)
-    # Three checkpoints (two are kept, one is being written) of float32 weights and two moments, and
-    # the model
-    needed = parameters * 4 * (3 * 3 + 1)
-    remedy = "free some space, or choose another disk with --out"
-    check_room(folder, needed, "training needs {} for its checkpoints", remedy)
 
 
 def _describe(recipe: Recipe, folder: Path, model: Any, source: data.Data, device: str) -> RunInfo:
