@@ -129,6 +129,20 @@ def test_json_on_stdout_is_json_alone(trained: Path, capsys: pytest.CaptureFixtu
     assert json.loads(out)["learned"] == {"head_scale": 0.43}
 
 
+def test_mechanisms_of_the_recipe_need_a_scaling(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    text = (run / "recipe.toml").read_text()
+    (run / "recipe.toml").write_text(text.replace("mechanisms = []", 'mechanisms = ["lssa"]'))
+    for rope, settings in (("none", {"window 1x"}), ("trained", {"as trained", "run as lssa", "window 1x"})):
+        options = ["--tokens", "256", "--lengths", "2x", "--rope", rope, "--json", run / f"{rope}.json"]
+        code, _, err = call(capsys, "evaluate", run, *options)
+        assert code == 0, err
+        found = Evaluation.model_validate_json((run / f"{rope}.json").read_text())
+        assert {row.setting.name(32) for row in found.rows} == settings
+
+
 @pytest.mark.parametrize(
     ("arguments", "folder", "seed"),
     [

@@ -95,9 +95,9 @@ def evaluate(
         return
     wanted = parse(lengths or recipe.evaluate.lengths, info.train_length)
     scalings = _ROPE if rope is None else rope
-    settings = settings_of(
-        scalings, window or ["1x"], sinks, info.train_length, mechanism or recipe.evaluate.mechanisms
-    )
+    # The recipe's mechanisms run under each scaling, and are left out where there is none
+    own = [] if scalings.strip() == "none" else recipe.evaluate.mechanisms
+    settings = settings_of(scalings, window or ["1x"], sinks, info.train_length, mechanism or own)
     if window:
         _refuse_wide([setting.window for setting in settings], wanted[-1])
     edges = parse(buckets, info.train_length, "--buckets") if buckets else None
