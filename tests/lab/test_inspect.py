@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from tokenizers.models import BPE
 
 import softfocus.hf
 from softfocus import attention
 from softfocus.lab import model as models
 from softfocus.lab.cli import main
+from softfocus.lab.data.tokenizer import word_tokenizer
 from softfocus.lab.errors import LabError, UsageError
 from softfocus.lab.inspect import figure, report, run
 from softfocus.lab.inspect.measure import HIDDEN, MEASURES, measures, picture
@@ -322,6 +324,21 @@ def test_what_cannot_be_inspected(runs: dict[str, Path], tmp_path: Path) -> None
     shutil.copy(lssar / RUN, copy / RUN)
     shutil.rmtree(copy / MODEL)
     assert "has no model" in refused(copy)
+
+
+def test_a_text_is_read_as_a_corpus_is(runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Special tokens are spelt out, and nothing is lost."""
+    (text := tmp_path / "text.txt").write_text("a b <|endoftext|> " * 4)
+    assert bytes(run._read(text, runs["lssar"], 32).validation.tolist()) == text.read_bytes()
+    text.write_text("a b c " * 20)
+    monkeypatch.setattr(models, "load_tokenizer", lambda _: word_tokenizer(["a", "b"]))
+    assert "cannot encode the text" in refused(runs["lssar"], text=text)
+    without = word_tokenizer(["a", "b"])
+    without.backend_tokenizer.model = BPE({"a": 0, "b": 1}, [])
+    monkeypatch.setattr(models, "load_tokenizer", lambda _: without)
+    assert "text.txt has 20 characters (or bytes) that the tokenizer has no token for" in refused(
+        runs["lssar"], text=text
+    )
 
 
 @pytest.mark.long

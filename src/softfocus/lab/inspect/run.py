@@ -19,6 +19,7 @@ from softfocus.hf.learned import attention_modules, parameter_of
 from softfocus.hf.learned import heads as heads_of
 from softfocus.lab import model as models
 from softfocus.lab.data import of_recipe as data
+from softfocus.lab.data.tokenizer import Encoder
 from softfocus.lab.data.tokens import TokenStore
 from softfocus.lab.data.windows import EvaluationWindows
 from softfocus.lab.errors import LabError, UsageError
@@ -82,8 +83,9 @@ def inspect(
         progress: called with "step" events.
 
     Raises:
-        LabError: a run that is not finished, a text that cannot be read or is too short, more
-            tokens than the model has positions or the device has memory.
+        LabError: a run that is not finished, a text that cannot be read, is too short or holds what
+            the run's tokenizer has no token for, more tokens than the model has positions or the
+            device has memory.
         UsageError: a layer or head that the model has not got.
     """
     lengths = sorted(set(lengths))
@@ -248,7 +250,11 @@ def _read(text: Path, folder: Path, longest: int) -> TokenStore:
         why = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise LabError(f"cannot read {text}: {why}", "name a text file with --text") from None
     tokenizer = models.load_tokenizer(folder)
-    ids = np.array(tokenizer(content, add_special_tokens=False)["input_ids"], dtype=np.int64)
+    encode = Encoder(tokenizer)
+    ((found, lost),) = encode([content])
+    if lost:
+        raise LabError(f"{text} has {lost:,} {encode.lost} (that of {folder})", "give another text with --text")
+    ids = np.array(found, dtype=np.int64)
     if len(ids) <= longest:
         raise LabError(
             f"{text} has {len(ids):,} tokens, one window of {longest:,} takes {longest + 1:,}",
