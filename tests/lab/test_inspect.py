@@ -20,6 +20,7 @@ from tokenizers.models import BPE
 import softfocus.hf
 from softfocus import attention
 from softfocus.lab import model as models
+from softfocus.lab.claims.results import _attention
 from softfocus.lab.cli import main
 from softfocus.lab.data.tokenizer import word_tokenizer
 from softfocus.lab.errors import LabError, UsageError
@@ -29,6 +30,7 @@ from softfocus.lab.inspect.results import Inspections, read
 from softfocus.lab.inspect.run import inspect
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.files import MODEL, RUN
+from softfocus.lab.run_folder.provenance import now
 from softfocus.lab.train.run import train
 
 LAYOUT = (
@@ -339,6 +341,17 @@ def test_a_text_is_read_as_a_corpus_is(runs: dict[str, Path], tmp_path: Path, mo
     assert "text.txt has 20 characters (or bytes) that the tokenizer has no token for" in refused(
         runs["lssar"], text=text
     )
+
+
+def test_a_claim_takes_the_inspection_of_its_run(runs: dict[str, Path], tmp_path: Path) -> None:
+    """A file may hold several, by --out."""
+    one, own = (inspect(runs[name], [32], tokens=32)[0] for name in ("softmax", "lssar"))
+    (file := tmp_path / "inspect" / "inspect.json").parent.mkdir()
+    file.write_text(Inspections(created=now(), runs=[one, own]).model_dump_json())
+    assert repr(_attention(tmp_path, own.token)) == repr([row for row in own.rows if row.layer is None])  # with NaN
+    file.write_text(Inspections(created=now(), runs=[one]).model_dump_json())
+    with pytest.raises(LabError, match=r"inspect\.json is not of this training; make it again with"):
+        _attention(tmp_path, own.token)
 
 
 @pytest.mark.long

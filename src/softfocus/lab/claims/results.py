@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 
 from softfocus.catalog import named
 from softfocus.lab.claims.claim import Claim, Scale
+from softfocus.lab.errors import LabError
 from softfocus.lab.inspect import results as inspections
 from softfocus.lab.inspect.results import Row as Attention
 from softfocus.lab.recipes.loading import changed, flat
@@ -224,7 +225,7 @@ def collect(
                 info=info,
                 recipe=load_recipe_text(place),
                 evaluation=measured,
-                attention=_attention(place) if "attention" in also else [],
+                attention=_attention(place, info.token) if "attention" in also else [],
                 classification=load_measured(place, Classification) if "classification" in also else None,
                 induction=_without_window(load_measured(place, Induction).rows) if "induction" in also else [],
                 passkeys=_without_window(load_measured(place, Recall).shown) if "passkeys" in also else [],
@@ -239,10 +240,13 @@ def _without_window(rows: Sequence[_Windowed]) -> list[_Windowed]:
     return [row for row in rows if not row.window]
 
 
-def _attention(place: Path) -> list[Attention]:
-    """The means over all layers."""
-    (found,) = inspections.read(place / INSPECTION / inspections.RESULTS).runs
-    return [row for row in found.rows if row.layer is None]
+def _attention(place: Path, token: str) -> list[Attention]:
+    """The means over all layers, of the run of that token; early results have none."""
+    file = place / INSPECTION / inspections.RESULTS
+    for found in inspections.read(file).runs:
+        if found.token in ("", token):
+            return [row for row in found.rows if row.layer is None]
+    raise LabError(f"{file} is not of this training", f"make it again with `softfocus inspect {place}`")
 
 
 def _slim(evaluation: Evaluation, recipe: Recipe) -> Evaluation:
