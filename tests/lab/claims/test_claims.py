@@ -1121,7 +1121,7 @@ def test_zero_shot_tasks_with_the_harness_itself(two: Claim, tmp_path: Path, que
 
 _HFLM = """
 class HFLM:
-    def __init__(self, pretrained, tokenizer, batch_size, max_length):
+    def __init__(self, pretrained, tokenizer, batch_size, max_length, mixed_precision_dtype, softmax_dtype):
         assert not pretrained.training and max_length == 32
         ids = tokenizer("a question", return_tensors="pt").input_ids
         assert pretrained(input_ids=ids.to(pretrained.device)).logits.isfinite().all()

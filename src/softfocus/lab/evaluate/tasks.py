@@ -1,6 +1,6 @@
 """Zero-shot tasks by lm-evaluation-harness, which is in the extra [tasks]."""
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,8 @@ from typing import Any
 from softfocus.lab import model as models
 from softfocus.lab.errors import LabError, first_line
 from softfocus.lab.progress import Event, Listener, silent
-from softfocus.lab.run_folder.files import load_run, measures, save_measured
+from softfocus.lab.recipes.loading import load
+from softfocus.lab.run_folder.files import RECIPE, load_run, measures, save_measured
 from softfocus.lab.run_folder.results import TaskRow, Tasks
 
 TASKS = ("arc_easy", "hellaswag", "piqa", "sciq")
@@ -29,8 +30,8 @@ def require() -> None:
 
 @measures
 def answer(folder: Path, *, progress: Listener = silent) -> Tasks:
-    """Measure the accuracy of a run's model in :data:`TASKS`, zero-shot. The harness fetches its
-    questions from the hub.
+    """Measure the accuracy of a run's model in :data:`TASKS`, zero-shot, in the precision of its
+    training. The harness fetches its questions from the hub.
 
     Args:
         folder: a finished run of a recipe with text.
@@ -47,15 +48,15 @@ def answer(folder: Path, *, progress: Listener = silent) -> Tasks:
     import torch
     from lm_eval.models.huggingface import HFLM
 
-    info = load_run(folder)
+    info, recipe = load_run(folder), load(folder / RECIPE)
     progress(Event(kind="step", run=info.name, done=0, total=len(TASKS)))
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    model = models.load(folder).to(device).eval()
     wrapped = HFLM(
-        pretrained=model,
+        pretrained=models.load(folder),
         tokenizer=models.load_tokenizer(folder),
         batch_size=BATCH,
         max_length=info.train_length,
+        mixed_precision_dtype=torch.bfloat16 if recipe.train.bf16 else None,
+        softmax_dtype=torch.float32,
     )
     try:
         measured = lm_eval.simple_evaluate(model=wrapped, tasks=list(TASKS), num_fewshot=0, log_samples=True)
@@ -63,7 +64,7 @@ def answer(folder: Path, *, progress: Listener = silent) -> Tasks:
         what = f"lm_eval cannot measure {', '.join(TASKS)}: {first_line(error)}"
         raise LabError(what, "check the network, or update lm_eval") from error
     rows = [_row(task, measured["results"][task], measured["samples"][task]) for task in TASKS]
-    found = Tasks(run=info.name, token=info.token, harness=_version(), rows=rows)
+    found = Tasks(run=info.name, token=info.token, harness=version("lm_eval"), rows=rows)
     save_measured(folder, found)
     progress(Event(kind="step", run=info.name, done=len(TASKS), total=len(TASKS)))
     return found
@@ -77,10 +78,3 @@ def _row(task: str, metrics: dict[str, Any], samples: list[dict[str, Any]]) -> T
         normalised=metrics.get("acc_norm,none"),
         right=[round(sample["acc"]) for sample in sorted(samples, key=lambda sample: sample["doc_id"])],
     )
-
-
-def _version() -> str:
-    try:
-        return version("lm_eval")
-    except PackageNotFoundError:
-        return "unknown"
