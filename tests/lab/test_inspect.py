@@ -246,6 +246,15 @@ def test_runs_whose_record_is_replaced_are_named(runs: dict[str, Path], tmp_path
         assert bool(note) == bool(console.file.getvalue())
 
 
+def test_runs_of_one_name_have_labels_of_their_own(runs: dict[str, Path]) -> None:
+    one = inspect(runs["softmax"], [32], tokens=32)[0]
+    console = Console(file=io.StringIO(), width=300)
+    report.show(Inspections(created=now(), runs=[one, one]), [], console)
+    shown = console.file.getvalue()
+    assert "Softmax · softmax: weights" in shown
+    assert "Softmax · softmax (2): weights" in shown
+
+
 @pytest.mark.long
 def test_a_record_of_one_document_reads_back(runs: dict[str, Path], tmp_path: Path) -> None:
     """Its standard errors are NaN, which JSON has not got."""

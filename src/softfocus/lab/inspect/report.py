@@ -16,7 +16,7 @@ from softfocus.lab.inspect import figure, page
 from softfocus.lab.inspect.results import MAPS_FIGURE, MEASURES_FIGURE, PAGE, RESULTS, Inspection, Inspections, read
 from softfocus.lab.inspect.run import Map
 from softfocus.lab.progress import say
-from softfocus.lab.report.points import mechanism_name
+from softfocus.lab.report.points import labels
 from softfocus.lab.run_folder.disk import write_atomically
 from softfocus.lab.run_folder.provenance import now
 
@@ -33,13 +33,13 @@ def write(found: Sequence[tuple[Inspection, Sequence[Map]]], folder: Path) -> tu
         LabError: the folder cannot be written to.
     """
     result = Inspections(created=now(), runs=[one for one, _ in found])
-    labels, maps = _labels(result), [its for _, its in found]
+    names, maps = labels(result.runs), [its for _, its in found]
     paths = [folder / name for name in (RESULTS, PAGE, MAPS_FIGURE, MEASURES_FIGURE)]
     write_atomically(paths[0], result.model_dump_json(indent=2) + "\n")
-    write_atomically(paths[1], page.render(result, labels, maps, TITLE))
+    write_atomically(paths[1], page.render(result, names, maps, TITLE))
     title = f"{TITLE}\n{page.provenance(result)}"
-    figure.save_maps(list(zip(labels, result.runs, maps, strict=True)), paths[2], title)
-    figure.save_measures(list(zip(labels, result.runs, strict=True)), paths[3], title)
+    figure.save_maps(list(zip(names, result.runs, maps, strict=True)), paths[2], title)
+    figure.save_measures(list(zip(names, result.runs, strict=True)), paths[3], title)
     return result, paths
 
 
@@ -68,10 +68,10 @@ def say_replaced(folder: Path, found: Sequence[Inspection], console: Console) ->
 
 def show(found: Inspections, paths: Sequence[Path], console: Console) -> None:
     """Print the table, a sentence for each run, and where the files lie."""
-    labels = _labels(found)
-    for name, one in zip(labels, found.runs, strict=True):
+    names = labels(found.runs)
+    for name, one in zip(names, found.runs, strict=True):
         console.print(table(name, one))
-    for name, one in zip(labels, found.runs, strict=True):
+    for name, one in zip(names, found.runs, strict=True):
         say(console, page.sentence(name, one), style="bold", wrap=True)
     for path in paths:
         say(console, f"  {path}")
@@ -88,11 +88,3 @@ def table(name: str, one: Inspection) -> Table:
             name = f"{length.length:,}" if number == 0 else ""
             drawn.add_row(name, layer, *map(Text, values), end_section=layer == "all")
     return drawn
-
-
-def _labels(found: Inspections) -> list[str]:
-    """What each run is called: its mechanism, with the run's name where two have the same."""
-    names = [mechanism_name(one.mechanism) for one in found.runs]
-    return [
-        f"{name} · {one.run}" if names.count(name) > 1 else name for one, name in zip(found.runs, names, strict=True)
-    ]

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from pydantic import ValidationError
 
 from softfocus.lab.evaluate.means import Estimate, Mean, difference, estimate, grouped_by_seed
 from softfocus.lab.recipes.recipe import Recipe
-from softfocus.lab.run_folder.results import AS_TRAINED, WRONG, Evaluation, Recall, Row
+from softfocus.lab.run_folder.results import AS_TRAINED, WRONG, Evaluation, Row
 
 _BYTES = 258
 """Ids of bytes, with the end of a document and a mask."""
@@ -305,7 +305,14 @@ def mechanism_name(mechanism: str) -> str:
     return _NAMES.get(mechanism.strip(), mechanism)
 
 
-def labels(evaluations: Sequence[Evaluation | Recall], several: Sequence[bool] = ()) -> list[str]:
+class _Labelled(Protocol):
+    """What was measured of a run."""
+
+    mechanism: str
+    run: str
+
+
+def labels(evaluations: Sequence[_Labelled], several: Sequence[bool] = ()) -> list[str]:
     """A name for each run: its mechanism's, with the run's where two share a mechanism, numbered
     where those agree.
 
