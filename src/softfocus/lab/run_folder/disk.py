@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from softfocus.lab.errors import LabError
@@ -58,7 +58,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 def folder_bytes(folder: Path) -> int:
     """What the files in a folder take; 0 where there is none."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # a training that runs there deletes old checkpoints
+                total += os.stat(os.path.join(parent, name)).st_size
+    return total
 
 
 def size_text(size: int) -> str:
