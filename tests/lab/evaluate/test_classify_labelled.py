@@ -22,7 +22,7 @@ from softfocus.lab.evaluate.classify import classify_labelled
 from softfocus.lab.progress import Listener, silent
 from softfocus.lab.recipes.loading import load
 from softfocus.lab.run_folder.files import load_measured
-from softfocus.lab.run_folder.results import Labelled
+from softfocus.lab.run_folder.results import Labelled, LabelledRow
 from softfocus.lab.train.run import train
 
 LINE = {"premise": "It rains.", "hypothesis": "It is wet.", "label": "entailment", "idx": 0}
@@ -242,3 +242,13 @@ def test_options_of_labelled_examples_need_them(trained: Path) -> None:
         result = CliRunner().invoke(app.app, ["classify", str(trained), *options])
         assert result.exit_code != 0
         assert re.search(r"is of labelled examples, and there is no --data", str(result.exception) + result.output)
+
+
+def test_names_of_data_sets_are_no_emoji(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = LabelledRow(
+        data="a:key:[b]", fields=["text"], labels=["no", "yes"], examples=2, held_out=2, cut=0, epochs=1, accuracy=0.5,
+        standard_error=0.4, commonest=0.5, answers=["yes", "no"]
+    )  # fmt: skip
+    monkeypatch.setattr(room, "classify_labelled", lambda *_, **__: row)
+    result = CliRunner().invoke(app.app, ["classify", str(trained), "--data", str(trained)])
+    assert "a:key:[b]: 50.0% ± 40.0% of 2 held-out examples are right" in result.output

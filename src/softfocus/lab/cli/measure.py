@@ -299,7 +299,7 @@ def classify(
     Example: `softfocus classify runs/demo-laser --data RTE --fields premise,hypothesis`
     """
     from softfocus.lab.evaluate.classify import classify, classify_labelled
-    from softfocus.lab.progress import Display
+    from softfocus.lab.progress import Display, say
 
     for name, value in (("--fields", fields), ("--epochs", epochs)):
         if data is None and value is not None:
@@ -315,14 +315,14 @@ def classify(
             said += f"the commonest label of the training is right in {row.commonest:.1%}"
             if row.cut:
                 said += f". {row.cut:,} examples were longer than the training length: their last tokens were read"
-            console_beside(None).print(said, markup=False)
+            say(console_beside(None), said, wrap=True)
         return
     with Display("steps", quiet=quiet) as display:
         found = classify(run, progress=display)
     if not write_json(json, found):
         right = f"{found.accuracy:.1%} ± {found.standard_error:.1%}"
         said = f"{found.run}: {right} of {sum(found.counts):,} held-out examples are right after fine-tuning"
-        console_beside(None).print(said, markup=False)
+        say(console_beside(None), said, wrap=True)
 
 
 def _lengths_and_windows(run: Path, lengths: str, window: str | None) -> tuple[list[int], Sequence[int | None]]:
