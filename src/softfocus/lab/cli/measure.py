@@ -18,6 +18,7 @@ from softfocus.lab.cli.options import (
     write_json,
 )
 from softfocus.lab.errors import UsageError
+from softfocus.lab.run_folder.results import NGRAM, SEQUENCES
 
 Lengths = Annotated[str, typer.Option(metavar="LIST", help="1k,2k,16k, or 1x,2x,16x the training length.")]
 Tokens = Annotated[int | None, typer.Option(min=1, help="Validation tokens a length; the recipe's if left out.")]
@@ -155,7 +156,7 @@ def recall(
         ),
     ] = None,
     window: Windows = None,
-    sequences: Annotated[int, typer.Option(min=1, max=2**20, help="Sequences a length.")] = 64,
+    sequences: Annotated[int, typer.Option(min=1, max=2**20, help="Sequences a length.")] = SEQUENCES,
     batch_tokens: BatchTokens = 4096,
     quiet: Quiet = False,
     json: Json = None,
@@ -193,7 +194,7 @@ def recall(
 def induction(
     run: Run,
     lengths: Lengths = "1x,16x",
-    ngram: Annotated[int, typer.Option(min=2, help="Tokens that have to repeat, the predicted one included.")] = 4,
+    ngram: Annotated[int, typer.Option(min=2, help="Tokens that have to repeat, the predicted one included.")] = NGRAM,
     window: Windows = None,
     tokens: Tokens = None,
     batch_tokens: BatchTokens = 4096,
