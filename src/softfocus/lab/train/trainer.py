@@ -129,9 +129,8 @@ class Watch(TrainerCallback):
         self._away += seconds
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start the clock."""
+        """Remember where it starts."""
         self.first_step = state.global_step
-        self._from = (self.first_step, time.perf_counter())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measure and tell; ask for a checkpoint when a signal came."""
