@@ -5,6 +5,7 @@ refused.
 import io
 import itertools
 import math
+import multiprocessing.context
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -152,6 +153,14 @@ def test_samples_made_by_other_processes_are_the_same(
     monkeypatch.setattr(trainer, "_readers", lambda recipe: 2)
     info = train(recipe, tmp_path / name)
     assert info.train_loss == load_run(runs(name)).train_loss
+
+
+def test_asking_for_readers_leaves_the_start_method_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    usual = multiprocessing.get_all_start_methods()[0]
+    assert (trainer._readers(load("vit-toy")) > 0) == (usual == "fork")
+    assert multiprocessing.get_start_method(allow_none=True) is None
 
 
 @KINDS

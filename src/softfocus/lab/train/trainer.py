@@ -332,7 +332,10 @@ def _lamb(train: TrainTable) -> tuple[Any, dict[str, Any]]:
 
 def _readers(recipe: Recipe) -> int:
     """Processes, forks, that read files, or make samples for a GPU (13 ms for an utterance)."""
-    samples = recipe.data.kind in ("images", "speech") and torch.multiprocessing.get_start_method() == "fork"
+    methods = torch.multiprocessing
+    # Without allow_none asking would settle the default for good
+    method = methods.get_start_method(allow_none=True) or methods.get_all_start_methods()[0]
+    samples = recipe.data.kind in ("images", "speech") and method == "fork"
     gpus = torch.cuda.device_count()
     return max(1, min(8, provenance.cores() // max(1, gpus))) if samples and (recipe.data.source or gpus) else 0
 
