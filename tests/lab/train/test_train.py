@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.nn import functional as F
 from transformers import set_seed
 
@@ -175,6 +176,23 @@ def test_tensorboard_reads_the_curves(trained: Path) -> None:
     losses = [(scalar.step, scalar.value) for scalar in curves.Scalars("train/loss")]
     assert losses == [(step, pytest.approx(loss)) for step, loss in load_run(trained).train_loss]
     assert {"train/learning_rate", "train/grad_norm"} <= set(curves.Tags()["scalars"])
+
+
+def test_the_curves_are_closed_however_a_training_ends(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams: list[Any] = []
+
+    def writer(stream: Any) -> RecordWriter:
+        streams.append(stream)
+        return RecordWriter(stream)
+
+    monkeypatch.setattr("softfocus.lab.train.trainer.RecordWriter", writer)
+    with pytest.raises(LabError, match="interrupted"):
+        train(load(tiny), tmp_path / "run", progress=stop_at(2, crash))
+    assert [stream.closed for stream in streams] == [True]
+    train(load(tiny, ["train.steps=2"]), tmp_path / "run", overwrite=True)
+    assert [stream.closed for stream in streams] == [True, True]
 
 
 def test_accumulation_and_seeds(tiny: Path, trained: Path, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ from softfocus.lab.signals import stoppable
 from softfocus.lab.train import checkpoints, memory, processes, records
 from softfocus.lab.train.trainer import (
     LARGEST_NORM,
+    Curves,
     Watch,
     WindowTrainer,
     interruptible,
@@ -150,6 +151,8 @@ def _train(
                 _run(trainer, watch, folder, single_process=state.num_processes == 1)
             state.wait_for_everyone()  # at its end Trainer lists the folder that is cleared below
         finally:
+            if (curves := trainer.pop_callback(Curves)) is not None:
+                curves.close()
             _take_stock(info, trainer, watch)
             if owner is not None:
                 checkpoints.clear(folder, keeping.newest)

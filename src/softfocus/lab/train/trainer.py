@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -183,10 +183,11 @@ class Curves(TrainerCallback):
         values = [Summary.Value(tag=f"train/{name}", simple_value=value) for name, value in (logs or {}).items()]
         self._write(step=state.global_step, summary=Summary(value=values))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Close the file."""
+    def close(self) -> None:
+        """Close the file. A training that fails has no end that Trainer tells of."""
         if self._writer is not None:
-            self._writer.close()
+            with suppress(OSError):  # the disk is full, and what failed to write has said so
+                self._writer.close()
 
     def _write(self, **facts: Any) -> None:
         assert self._writer is not None
