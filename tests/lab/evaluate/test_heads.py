@@ -94,7 +94,7 @@ def test_a_head_that_writes_nothing_gains_nothing(run: Path) -> None:
     assert found.rows[2].sums != found.rows[0].sums
 
 
-def test_what_is_measured_is_kept(run: Path) -> None:
+def test_what_is_measured_is_kept(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = heads(run, 64, tokens=512)
     (run / HEADS).unlink()
 
@@ -108,6 +108,9 @@ def test_what_is_measured_is_kept(run: Path) -> None:
     events: list[Event] = []
     assert heads(run, 64, tokens=512, progress=events.append) == whole
     assert len([event for event in events if event.kind == "row"]) == 3
+    with monkeypatch.context() as patch:
+        patch.delattr(models, "load")
+        assert heads(run, 64, tokens=512) == whole, "without the model"
     assert len(heads(run, 64, window=16, tokens=512).rows) == 4, "another window is another measurement"
     assert load_measured(run, HeadsMeasured).window == 16
 

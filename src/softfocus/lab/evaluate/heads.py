@@ -70,12 +70,14 @@ def heads(
             rows=[],
         ),
     )
-    model = models.load(folder, config)
-    trained = softfocus.hf.layout_of(model)
+    trained = softfocus.hf.layout_of(config)
     assert trained is not None  # every model of the lab has been given a mechanism
     there = {(row.layer, row.head) for row in found.rows}
     layouts = narrowings(trained, config, window)
     plan = [(layer, head, layout) for layer, head, layout in layouts if (layer, head) not in there]
+    if not plan:
+        return found
+    model = models.load(folder, config)
     losses_in = losses_of(model, recipe)
     done, total = 0, spans.tokens * len(plan)
     for layer, head, layout in plan:
