@@ -12,6 +12,7 @@ from softfocus.lab.report.points import (
     cell,
     column_name,
     columns,
+    listed,
     predicts,
     shared_columns,
     tokenizers_may_differ,
@@ -46,8 +47,8 @@ class Difference(Record):
     standard_error: float
     training_noise: bool
     """Whether the standard error holds the noise of training, which takes several seeds of both."""
-    paired: Pairing | None = None
-    """By seed where both have the same seeds; None in results of earlier versions."""
+    paired: Pairing
+    """By seed where both have the same seeds."""
     verdict: Verdict
     """"inconclusive" where noise alone may have made the difference (`Estimate.sure`), or where it
     is not a number.
@@ -107,7 +108,7 @@ def finding(groups: Sequence[Group], axis: Axis = "multiple") -> Finding:
     if counts[-1] > 1:
         between = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
         sentences.append(f"Losses are means over {between} trainings.")
-        if pairings := {one.paired for one in differences if one.paired and "seed" in one.paired}:
+        if pairings := {one.paired for one in differences if "seed" in one.paired}:
             others = "Other differences" if len(pairings) < len({one.paired for one in differences}) else "Differences"
             sentences.append(f"{others} are paired {' or '.join(sorted(pairings))}.")
     if any(not one.training_noise for one in differences):
@@ -165,7 +166,7 @@ def _sentence(where: str, reference: Cell, others: Sequence[Difference], column:
     for one in others[:_NAMED]:
         name = _name(one.label, one.setting, column)
         error = f"{one.standard_error:.3f}" if math.isfinite(one.standard_error) else "unknown"
-        apart = [f"paired {one.paired}"] if one.paired is not None and "seed" not in one.paired else []
+        apart = [f"paired {one.paired}"] if "seed" not in one.paired else []
         if not math.isfinite(one.loss):
             decided.append(f"{name} diverged")
         elif one.verdict == "inconclusive":
@@ -176,7 +177,7 @@ def _sentence(where: str, reference: Cell, others: Sequence[Difference], column:
             )
     for prefix, texts in (("", decided), ("inconclusive: ", unsure)):
         if texts:
-            clauses.append(prefix + ", ".join([*texts[:-2], " and ".join(texts[-2:])]))
+            clauses.append(prefix + listed(texts))
     if len(others) > _NAMED:
         clauses.append(f"{len(others) - _NAMED} more are in the report")
     return "; ".join(clauses) + "."

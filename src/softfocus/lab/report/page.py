@@ -157,7 +157,7 @@ def _difference(one: Difference, axis: Axis) -> list[str]:
         f"{one.label}, {one.setting}",
         f"{one.against}, {one.against_setting}",
         f"{more} {_error(one.standard_error)}".strip(),
-        (one.paired or "").removeprefix("by "),
+        one.paired.removeprefix("by "),
         verdict + known,
     ]
 

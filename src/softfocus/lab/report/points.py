@@ -337,6 +337,11 @@ def labels(evaluations: Sequence[_Labelled], several: Sequence[bool] = ()) -> li
     return unique
 
 
+def listed(texts: Sequence[str]) -> str:
+    """ "a, b and c"."""
+    return ", ".join([*texts[:-2], " and ".join(texts[-2:])])
+
+
 def loss_text(loss: float) -> str:
     """A loss for people: a diverged one is said to be so, never printed as a number."""
     return f"{loss:.3f}" if math.isfinite(loss) else "diverged"

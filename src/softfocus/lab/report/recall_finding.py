@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from softfocus.lab.evaluate.means import Mean, Runs, difference, estimate
+from softfocus.lab.report.points import listed
 from softfocus.lab.run_folder.results import RecallRow, Record
 
 _NAMED = 4  # rows that a sentence still can name
@@ -114,7 +115,7 @@ def _sentence(asked: Asked, most: str, share: float, others: Sequence[RecallDiff
     named = [most, *equal][: _NAMED + 1]
     more = [f"{1 + len(equal) - len(named)} more"] if len(named) < 1 + len(equal) else []
     verb = "find" if len(named) > 1 else "finds"
-    clauses = [f"At {asked.name} {_listed([*named, *more])} {verb} {'most, ' if others else ''}{share:.3f}"]
+    clauses = [f"At {asked.name} {listed([*named, *more])} {verb} {'most, ' if others else ''}{share:.3f}"]
     decided = [one for one in apart if one.verdict == "smaller"]
     unsure = [one for one in apart if one.verdict == "inconclusive"]
     smaller = [f"the share of {one.label} is smaller by {_apart(-one.difference, one)}" for one in decided[:_NAMED]]
@@ -122,14 +123,10 @@ def _sentence(asked: Asked, most: str, share: float, others: Sequence[RecallDiff
     hidden = len(apart) - len(smaller) - len(noise)
     for prefix, texts in (("", smaller), ("inconclusive: ", noise)):
         if texts:
-            clauses.append(prefix + _listed(texts))
+            clauses.append(prefix + listed(texts))
     if hidden:
         clauses.append(f"for {hidden} more see the results")
     return "; ".join(clauses) + "."
-
-
-def _listed(texts: Sequence[str]) -> str:
-    return ", ".join([*texts[:-2], " and ".join(texts[-2:])])
 
 
 def _apart(value: float, one: RecallDifference) -> str:
