@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from softfocus.lab.data.listing import HUB
 from softfocus.lab.errors import LabError, first_line
 from softfocus.lab.run_folder.disk import disk_error
 
 BYTES = "bytes"
 BPE = "bpe:"
-HUB = "hub:"
 END = "<|endoftext|>"
 _LOST = "\0lost\0"
 """Stands where a tokenizer drops something. It is counted, and no ids hold it."""
