@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from softfocus.lab.data.corpus import json_objects, whole
@@ -116,13 +117,12 @@ def padded(batch: Sequence[dict[str, Any]], end: int) -> dict[str, torch.Tensor]
     Returns:
         input_ids and attention_mask, int64 [batch, longest]; labels, int64 [batch].
     """
-    most = max(len(one["input_ids"]) for one in batch)
-    inputs = torch.full((len(batch), most), end)
-    mask = torch.zeros(len(batch), most, dtype=torch.int64)
-    for row, one in enumerate(batch):
-        inputs[row, : len(one["input_ids"])] = torch.tensor(one["input_ids"])
-        mask[row, : len(one["input_ids"])] = 1
-    return {"input_ids": inputs, "attention_mask": mask, "labels": torch.tensor([one["labels"] for one in batch])}
+    inputs = [torch.tensor(one["input_ids"]) for one in batch]
+    return {
+        "input_ids": pad_sequence(inputs, batch_first=True, padding_value=end),
+        "attention_mask": pad_sequence([torch.ones_like(ids) for ids in inputs], batch_first=True),
+        "labels": torch.tensor([one["labels"] for one in batch]),
+    }
 
 
 def _file(folder: Path, names: Sequence[str]) -> Path:

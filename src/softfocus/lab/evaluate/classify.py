@@ -153,9 +153,9 @@ def classify(folder: Path, *, progress: Listener = silent) -> Classification:
     unfinished = _unfinished(folder, info, recipe, store.folder.name, length, TRAINING, EPOCHS)
     predicted = _fine_tuned(model, recipe, info, examples, test, unfinished, progress)
     right = predicted == test.labels
-    documents = np.unique(test.documents)
-    counts = [int((test.documents == document).sum()) for document in documents]
-    by_document = [int(right[test.documents == document].sum()) for document in documents]
+    documents, of = np.unique(test.documents, return_inverse=True)
+    counts: list[int] = np.bincount(of).tolist()
+    by_document: list[int] = np.bincount(of, weights=right).astype(int).tolist()
     mean = Mean.of(by_document, counts)
     found = Classification(
         **info.named,
