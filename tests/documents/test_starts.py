@@ -189,6 +189,7 @@ def test_softmax_in_every_head_is_compared_from_its_better_start():
         f"Global heads with init std 0.09 minus {link}: {apart_at_both(*best)}, a lower loss in seven of eight seeds."
     )
     assert text in evidence
+    assert "lower than Softmax's in all eight seeds, and than that of the best all-softmax layout in seven." in evidence
     assert "it has a lower loss than Softmax, and a higher one than `demo-global-heads`." in TEXT
 
 
