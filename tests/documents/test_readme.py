@@ -4,6 +4,8 @@ import json
 import re
 import runpy
 import textwrap
+from statistics import fmean, stdev
+
 
 import pytest
 
@@ -89,11 +91,15 @@ def test_the_figure_is_drawn_from_the_committed_results():
 
 def test_what_the_first_table_says_is_measured():
     by = by_label("layouts")
-    windowed, plain = (cell(by["Softmax"], *at).loss for at in (WINDOWED, FAR))
-    assert f"its loss at 16 times the length is {windowed:.3f}, not {plain:.3f} (" in TEXT
+    windowed, plain = (shown_loss(cell(by["Softmax"], *at)) for at in (WINDOWED, FAR))
+    assert f"its loss at 16 times the length is {windowed}, not {plain} (nats per byte; 0.8 M" in TEXT
+    assert len(by["Softmax"].evaluations) == 8
     assert all(minus(by, label, "cosine-nope").value > 0 for label in by.keys() - {"cosine-nope"})
-    laser, softmax = (encoder_rates("vit")[row][1].loss for row in ("laser", "softmax"))
-    assert f"its error rate is {laser:.1%}, not {softmax:.1%} (six seeds)".replace("%", " %") in TEXT
+    rates = [encoder_rates("vit")[row][1] for row in ("laser", "softmax")]
+    laser, softmax = (f"{100 * fmean(one.values):.1f} ± {100 * stdev(one.values):.1f} %" for one in rates)
+    assert [len(one.values) for one in rates] == [6, 6]
+    assert f"its error rate is {laser}, not {softmax} (0.11 M parameters; six seeds, three of them" in TEXT
+    assert "Three more were then trained." in " ".join((RESULTS / "claims/laser-vit.md").read_text().split())
 
 
 @pytest.mark.parametrize(
@@ -216,7 +222,7 @@ def test_lssar_in_every_layer_is_the_measured_one():
     demo = minus(by_label("layouts"), "LSSAR", "Softmax")
     assert f"**With 0.8 M parameters:** {apart(demo)}." in EVIDENCE
     demo = shown(demo)
-    assert f"It costs {demo} nats per byte at the training length with 0.8 M parameters;" in TEXT
+    assert f"It costs {demo} nats per byte at the training length with 0.8 M parameters (" in TEXT
 
 
 def test_the_lead_over_a_better_trained_softmax_is_the_measured_one():
