@@ -71,8 +71,8 @@ def goal() -> str:
             [
                 "trainings whose loss at 16 times it is above that at the training length",
                 f"{_rises(best)} of {len(best.evaluations)}; {_rises(again)} of "
-                f"{len(again.evaluations)} on another rounding",
-                f"{rises[ours]} of 8; {tiled} of 8 on another rounding",
+                f"{len(again.evaluations)} retrained on the tiled backend",
+                f"{rises[ours]} of 8; {tiled} of 8 retrained on the tiled backend",
                 f"{rises[lasers]} of 8",
                 f"{_rise(loss(trials, variant), loss(trials, variant, 2048))} of 1",
             ],

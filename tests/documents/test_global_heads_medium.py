@@ -90,7 +90,7 @@ def test_how_the_models_were_trained_is_what_was_run():
         assert f"{config['hidden_size'] ** -0.5:.2f}" == f"{config['initializer_range']:.2f}"
         assert round(run.info.parameters / 1e6) == 42
     read = 2000 * 32 * 512 / 1e6
-    assert f"{read:.0f} M BPE tokens in 2,000 steps of 16K tokens" in TEXT
+    assert f"{read:.0f} M BPE tokens in 2,000 steps with batches of 16K tokens" in TEXT
     assert f"{read:.0f} M tokens are {read / 42:.1f} per parameter." in TEXT
     assert f"read {4500 * 16 * 512 / 1e6:.0f} M, {4500 * 16 * 512 / 1e6 / 10.4:.1f} per parameter." in TEXT
     packages = (RESULTS / "medium-gpu/packages.txt").read_text().splitlines()

@@ -227,7 +227,7 @@ def test_the_headlines_of_ten_million_parameters_are_the_measured_ones():
     assert far.sure
     layout = [beside(groups, "all-softmax-nope", "best", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED))]
     assert all(one.sure for one in layout)
-    assert f"The all-softmax layout minus Softmax in steps of 32K tokens: {apart_at_both(*layout)}." in TEXT
+    assert f"The all-softmax layout minus Softmax in batches of 32K tokens: {apart_at_both(*layout)}." in TEXT
     best = (fmean(cell(groups["best"], *at).values) for at in (HERE, WINDOWED))
     assert "of the same text: {:.3f} (1x) and {:.3f} (16x, with the window).".format(*best) in TEXT
     half = (fmean(cell(groups["half"], *at).values) for at in (HERE, WINDOWED))
@@ -266,7 +266,7 @@ def test_what_is_said_of_laser_with_ten_million_parameters_is_measured():
     assert len(laser) == 3
     assert all(loss < softmax[seed] for seed, loss in laser.items())
     before = [fmean(by_seed("small-gpu/one-pass", row, HERE).values()) for row in rows]
-    assert "in steps of 32K tokens: {:.3f} and {:.3f} ([more]".format(*before) in TEXT
+    assert "in batches of 32K tokens: {:.3f} and {:.3f} ([more]".format(*before) in TEXT
     keys = {
         run["info"]["corpus_key"]
         for study in ("longer", "one-pass")

@@ -6,7 +6,7 @@ from statistics import median
 
 from softfocus.lab.bench.results import CellResult
 
-from .committed import RESULTS, ROOT, load_benchmark, report
+from .committed import RESULTS, ROOT, load_benchmark, loss, report
 from .tables import table, tables_of
 
 PAGE = (ROOT / "docs/performance.md").read_text()
@@ -51,6 +51,22 @@ def test_the_time_of_a_short_cache_is_the_committed_one():
     limits = " ".join((ROOT / "docs/limitations.md").read_text().split())
     said = f"**LSSAR's decoding of 1K keys takes {one.subject('softfocus').ratio.median:.2f} of SDPA's time on a CPU**"
     assert said in limits
+
+
+def test_the_lost_line_is_the_machines():
+    """One commit on two machines, and two commits on one."""
+    found = {}
+    for study, run in (
+        ("lssar-seeds", "demo-lssar"), ("lssar-seeds-second-machine", "old0"), ("demo-second-machine", "demo-lssar")
+    ):  # fmt: skip
+        (one,) = (one for one in report(study).runs if one.info.name == run)
+        losses = tuple(loss(study, run, length) for length in (128, 2048))
+        found[study] = one.info.commit[:7], losses
+    intel, amd, again = found.values()
+    assert (intel[0], amd[0], again[0]) == ("59f75fc", "59f75fc", "c0a79c2")
+    assert amd[1] == again[1] != intel[1]
+    for maker, (_, (near, far)) in (("Intel", intel), ("AMD", amd)):
+        assert f"| 0 | {maker} | cpu | {near:.3f} | {far:.3f} |" in PAGE
 
 
 def test_the_speed_of_training_is_the_committed_one():

@@ -6,7 +6,6 @@ import runpy
 import textwrap
 from statistics import fmean, stdev
 
-
 import pytest
 
 from softfocus import catalog
@@ -229,5 +228,5 @@ def test_the_lead_over_a_better_trained_softmax_is_the_measured_one():
     by = by_label("small-gpu/longer") | {"best": by_label("small-gpu/one-pass")["Softmax"]}
     near, far = (beside(by, "global-heads", "best", *pair) for pair in ((HERE, HERE), (FAR, WINDOWED)))
     assert (near.sure, far.sure) == (False, True)
-    text = "Global heads, trained in steps of 8K tokens, minus this Softmax:"
+    text = "Global heads, trained in batches of 8K tokens, minus this Softmax:"
     assert f"{text} {apart_at_both(near, far)}." in EVIDENCE
