@@ -187,6 +187,16 @@ def test_the_leads_of_single_models_are_the_measured_ones():
     assert "it had a higher loss than Softmax, {:.3f} against {:.3f} (one seed).".format(*demo) in TEXT
 
 
+def test_the_init_stds_of_softmax_in_the_larger_model_are_as_compared():
+    losses = []
+    for study, rates in (("layouts-larger", "learning-rates-larger"), ("larger", "larger-rates")):
+        own = cell(by_row(study)["softmax"], *HERE)
+        others = [cell(by_row(rates)[f"softmax-{end}"], *HERE).loss for end in ("half", "twice")]
+        assert own.values[0] < min(others), "the best of three rates, with seed 0"
+        losses.append(own.loss)
+    assert "with it, {:.3f} in place of {:.3f} (1x, each at the best of three rates).".format(*losses) in TEXT
+
+
 def test_no_lead_at_512_tokens_is_as_measured():
     leads = []
     for study in ("small-gpu/one-pass", "small-gpu", "small-gpu/quarter", "layouts-512"):
