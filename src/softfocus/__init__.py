@@ -8,6 +8,7 @@ alone.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from softfocus import _process as _process  # in the parent, whatever a forked child uses first
 from softfocus._version import __version__
 
 if TYPE_CHECKING:

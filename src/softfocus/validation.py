@@ -85,7 +85,7 @@ def check_tensors(
     if value.size(-1) == 0:
         raise ValueError(f"{value_name}: got head_dim 0, expected at least 1")
     heads, key_heads = query.size(1), key.size(1)
-    if not heads and not key_heads:
+    if not heads:
         raise ValueError(f"query: got 0 heads in {_shape(query)}, expected at least 1")
     divides = key_heads > 0 and heads % key_heads == 0
     if heads != key_heads and not enable_gqa and (divides or not paged):

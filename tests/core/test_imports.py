@@ -100,7 +100,7 @@ def test_importing_softfocus_loads_no_torch():
     (after,) = modules_after("import softfocus; softfocus.__version__; dir(softfocus)")
     assert "softfocus" in after
     assert not {name for name in after if name == "torch" or name.startswith("torch.")}
-    assert not {name for name in after if name.startswith("softfocus.")} - {"softfocus._version"}
+    assert not {name for name in after if name.startswith("softfocus.")} - {"softfocus._version", "softfocus._process"}
 
 
 def test_the_catalogue_and_the_algebra_need_no_torch():
@@ -151,6 +151,7 @@ LAYERS = [
     "switches",
     "warn",
     "_version",
+    "_process",
 ]
 LAB = [
     "__main__",

@@ -186,6 +186,7 @@ REFUSED = {
     "no heads": (
         {name: torch.zeros(B, 0, LK, D) for name in ("query", "key", "value")}, ValueError, ["query", "0 heads", "1"],
     ),
+    "no query heads": ({"query": torch.zeros(B, 0, LQ, D), "enable_gqa": True}, ValueError, ["query", "0 heads", "1"]),
     "mechanism is no name": ({"mechanism": 3}, TypeError, ["mechanism", "int", "'lssar'", "Mechanism"]),
     "mechanism is None": ({"mechanism": None}, TypeError, ["mechanism", "NoneType", "'lssar'"]),
     "mechanism misspelt": ({"mechanism": "lsar"}, ValueError, ["mechanism", "'lsar'", "did you mean 'lssar'"]),

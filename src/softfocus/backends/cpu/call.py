@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from softfocus import dropout
+from softfocus._process import PROCESS
 from softfocus.contract import Call, Supported
 from softfocus.mechanism import Mechanism
 from softfocus.pointwise import FUSED
@@ -56,17 +57,14 @@ def broadcastable_view(x: Tensor | None) -> tuple[int, ...]:
     return (x.data_ptr(), *(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)))
 
 
-_PROCESS = os.getpid()
-
-
 def threads() -> int:
-    """How many to compute on: torch's number, but one in a child that was forked after this module
+    """How many to compute on: torch's number, but one in a child that was forked after softfocus
     was imported.
 
     A forked child has no OpenMP threads of its own. If the parent has used GNU's OpenMP, a parallel
     region in the child waits forever, torch's own ones included.
     """
-    return torch.get_num_threads() if os.getpid() == _PROCESS else 1
+    return torch.get_num_threads() if os.getpid() == PROCESS else 1
 
 
 @lru_cache(maxsize=256)
