@@ -197,10 +197,13 @@ def _of_attn_mask(mask: Tensor | None, sizes: tuple[int, int, int, int], more: i
     validation.check_class("attn_mask", mask)
     batch, heads, *lengths = sizes
     fits = all(have == 1 or have == want for have, want in zip(mask.shape[-2:], lengths, strict=False))
-    if not fits or mask.dim() not in (2, 3) or (mask.dim() == 3 and mask.size(0) not in (heads, batch * heads)):
+    # [H, L, S] would be ambiguous where N is H: torch refuses it, too
+    if not fits or mask.dim() not in (2, 3) or (mask.dim() == 3 and mask.size(0) != batch * heads):
+        of_samples = fits and mask.dim() == 3 and mask.size(0) == batch
         raise ValueError(
             f"attn_mask: got shape {list(mask.shape)}, expected [query length, key length] = {lengths} or "
             f"[batch * heads, query length, key length] = {[batch * heads, *lengths]}"
+            f"{f'; of one mask per sample pass attn_mask.repeat_interleave({heads}, 0)' if of_samples else ''}"
         )
     mask = ~mask if mask.dtype == torch.bool else mask
     if more:

@@ -239,6 +239,19 @@ def test_what_it_does_not_take():
         module(x, x, x, None, torch.zeros(L, L))  # a mask in the place of a flag
 
 
+def test_a_mask_per_sample_is_not_read_as_one_per_head():
+    """Of as many samples as heads its shape is that of a mask per head without the batch."""
+    theirs, ours = (kind(E, H, batch_first=True) for kind in (torch.nn.MultiheadAttention, MultiheadAttention))
+    x, hides = torch.randn(H, L, E), torch.rand(H, L, L) < 0.5
+    with pytest.raises(RuntimeError, match="should be"):
+        theirs(x, x, x, attn_mask=hides)
+    with pytest.raises(ValueError, match=r"^attn_mask: got shape \[4, 5, 5\], .* attn_mask\.repeat_interleave\(4, 0\)$"):
+        ours(x, x, x, attn_mask=hides)
+    got = ours(x, x, x, attn_mask=hides.repeat_interleave(H, 0))[0]
+    want = torch.cat([ours(x[i : i + 1], x[i : i + 1], x[i : i + 1], attn_mask=hides[i])[0] for i in range(H)])
+    torch.testing.assert_close(got, want)
+
+
 def test_the_page_about_sdpa_runs():
     """Every block of Python, in order; it asserts what it says."""
     page = Path(__file__).parents[2] / "docs" / "replacing-sdpa.md"
