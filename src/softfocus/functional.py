@@ -336,9 +336,10 @@ def _mask_and_bias(
                 if not added.any():
                     return mask, bias
                 if not hidden.any() and torch.equal(added, added.bool().to(added.dtype)):
-                    warn(
+                    warn(  # softfocus.nn gets here, too
                         "attn_mask: got only 0 and 1 in a floating mask, which are added to the scores and hide "
-                        "nothing; for a mask of visible keys pass attn_mask.bool()",
+                        "nothing; if 1 marks a visible key, pass attn_mask == 1 to softfocus.attention(), and "
+                        "attn_mask == 0 to softfocus.nn.MultiheadAttention, where True hides",
                         UserWarning,
                     )
             if bias is not None:  # in float32 at least: the bias's gradient sums this tensor's gradient

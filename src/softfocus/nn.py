@@ -178,9 +178,7 @@ def _of_padding(mask: Tensor | None, key: Tensor, more: int, batched: bool) -> d
     mask = mask if batched else mask[None]
     if mask.dtype == torch.bool:
         return {"key_mask": F.pad(~mask, (0, more), value=True)}
-    if not may_be_added(mask):
-        expected_dtype = "torch.bool (True hides) or floating point of 16 bits or more"
-        raise TypeError(f"key_padding_mask: got dtype {mask.dtype}, expected {expected_dtype}")
+    _check_dtype("key_padding_mask", mask)
     real = ~(mask <= HIDDEN)  # a NaN is no hidden key: it makes the row NaN
     return {
         "key_mask": F.pad(real, (0, more), value=True),
@@ -205,8 +203,18 @@ def _of_attn_mask(mask: Tensor | None, sizes: tuple[int, int, int, int], more: i
             f"[batch * heads, query length, key length] = {[batch * heads, *lengths]}"
             f"{f'; of one mask per sample pass attn_mask.repeat_interleave({heads}, 0)' if of_samples else ''}"
         )
+    _check_dtype("attn_mask", mask)
     mask = ~mask if mask.dtype == torch.bool else mask
     if more:
         mask = mask.expand(*mask.shape[:-1], lengths[1])
     mask = F.pad(mask, (0, more), value=mask.dtype == torch.bool)
     return mask if mask.dim() == 2 else mask.unflatten(0, (-1, heads))
+
+
+def _check_dtype(name: str, mask: Tensor) -> None:
+    """Here, because True shows a key in what ``attention()`` says of its own masks."""
+    if mask.dtype != torch.bool and not may_be_added(mask):
+        raise TypeError(
+            f"{name}: got dtype {mask.dtype}, expected torch.bool, where True hides a key, or floating point of 16 bits "
+            f"or more; if 1 marks a visible key, pass {name} == 0"
+        )

@@ -239,6 +239,21 @@ def test_what_it_does_not_take():
         module(x, x, x, None, torch.zeros(L, L))  # a mask in the place of a flag
 
 
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+def test_what_is_said_of_masks_of_0_and_1_is_right_here(name):
+    """Where True hides a key, the advice to ``attention()``'s callers would invert the mask."""
+    module = MultiheadAttention(E, H, mechanism="lssar")
+    x, seen = torch.randn(L, L, E), torch.ones(L, L, dtype=torch.int64).tril()
+    with pytest.raises(TypeError, match=rf"^{name}: got dtype torch\.int64, .* True hides .* pass {name} == 0$"):
+        module(x, x, x, **{name: seen})
+    shown = module(x, x, x, **{name: seen == 0})[1]  # [N, L, S]
+    of_masks = shown if name == "attn_mask" else shown.transpose(0, 1)
+    assert not of_masks[:, seen == 0].any()
+    if name == "attn_mask":
+        with pytest.warns(UserWarning, match=r"^attn_mask: got only 0 and 1 .* attn_mask == 0 to softfocus\.nn\.Multi"):
+            module(x, x, x, attn_mask=seen.float())
+
+
 def test_a_mask_per_sample_is_not_read_as_one_per_head():
     """Of as many samples as heads its shape is that of a mask per head without the batch."""
     theirs, ours = (kind(E, H, batch_first=True) for kind in (torch.nn.MultiheadAttention, MultiheadAttention))

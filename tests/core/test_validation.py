@@ -374,7 +374,7 @@ def test_a_graph_recorded_with_an_expanded_mask_takes_another():
 def test_a_floating_mask_of_0_and_1_gives_a_warning():
     query, key = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 5, 4)
     seen = torch.ones(3, 5).tril()
-    with pytest.warns(UserWarning, match=r"attn_mask: got only 0 and 1 .* pass attn_mask.bool\(\)"):
+    with pytest.warns(UserWarning, match=r"attn_mask: got only 0 and 1 .* pass attn_mask == 1 to softfocus\.att"):
         attention(query, key, key, seen)
     for mask in (seen.bool(), torch.zeros(3, 5), seen.masked_fill(seen == 0, -1e4), 0.5 * seen):
         with warnings.catch_warnings():
