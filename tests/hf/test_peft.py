@@ -64,6 +64,18 @@ def test_learned_parameters_are_trained_saved_and_loaded(build, tokens, tmp_path
         assert parameter.requires_grad
 
 
+@pytest.mark.parametrize("found", ["0.17.1", None])
+def test_an_older_or_broken_peft_gives_a_warning(monkeypatch, found):
+    if found:
+        monkeypatch.setattr("softfocus.hf.peft.version", lambda name: found)
+    else:
+        monkeypatch.setitem(sys.modules, "peft.tuners.tuners_utils", None)
+    with pytest.warns(UserWarning, match=r"adapters are not checked.*; update PEFT to 0\.18 or later") as caught:
+        softfocus.hf._peft.install()
+    assert len(caught) == 1
+    assert found is None or f": PEFT {found} is installed;" in str(caught[0].message)
+
+
 def disabled(model):
     with model.disable_adapter():
         pass

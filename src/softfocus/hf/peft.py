@@ -18,10 +18,12 @@ them and checks no base.
 import json
 import sys
 from functools import wraps
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -35,14 +37,28 @@ from softfocus.warn import warn
 _TRAINED_ON = "softfocus_trained_on"
 _TASK = "softfocus: import softfocus.hf before loading this adapter"
 _FILE = "adapter_config.json"
+_OLDEST = "0.18"
+"""The first PEFT whose ``BaseTuner`` has ``unload``."""
 
 
 def install() -> None:
-    """Hook PEFT, once, where it is installed."""
+    """Hook PEFT, once, where it is installed. One that is too old or broken must not keep those who
+    do not use it from softfocus.
+    """
     if find_spec("peft") is None:
         return
-    from peft import PeftConfig, get_peft_model_state_dict
-    from peft.tuners.tuners_utils import BaseTuner
+    try:
+        if Version(version("peft")) < Version(_OLDEST):
+            raise ImportError(f"PEFT {version('peft')} is installed")
+        from peft import PeftConfig, get_peft_model_state_dict
+        from peft.tuners.tuners_utils import BaseTuner
+    except ImportError as error:
+        warn(
+            f"softfocus.hf: adapters are not checked, and do not hold what the heads learn: {error}; update PEFT to "
+            f"{_OLDEST} or later, or uninstall it",
+            UserWarning,
+        )
+        return
 
     if hasattr(BaseTuner.inject_adapter, "_softfocus"):
         return
