@@ -215,6 +215,6 @@ def _check_dtype(name: str, mask: Tensor) -> None:
     """Here, because True shows a key in what ``attention()`` says of its own masks."""
     if mask.dtype != torch.bool and not may_be_added(mask):
         raise TypeError(
-            f"{name}: got dtype {mask.dtype}, expected torch.bool, where True hides a key, or floating point of 16 bits "
-            f"or more; if 1 marks a visible key, pass {name} == 0"
+            f"{name}: got dtype {mask.dtype}, expected torch.bool, where True hides a key, or floating point of "
+            f"16 bits or more; if 1 marks a visible key, pass {name} == 0"
         )
