@@ -120,6 +120,19 @@ def test_another_base_is_refused(build, tmp_path, base, runs):
         peft.PeftModel.from_pretrained(build("llama", base), tmp_path)
 
 
+def test_an_adaption_prompt_is_refused(build, tokens, tmp_path):
+    """It injects attention, but not through BaseTuner: nothing would check its base."""
+    config = {"task_type": "CAUSAL_LM", "adapter_len": 4, "adapter_layers": 2}
+    model = peft.get_peft_model(build("llama"), peft.AdaptionPromptConfig(**config))
+    assert logits(model, tokens(1, 5)).isfinite().all()
+    model.save_pretrained(tmp_path)
+    refusal = r"^adapter 'default': an adaption prompt adds softmax attention .* that runs lssar, .*; take LoRA"
+    with pytest.raises(ValueError, match=refusal):
+        peft.get_peft_model(build("llama", "lssar"), peft.AdaptionPromptConfig(**config))
+    with pytest.raises(ValueError, match=refusal):
+        peft.PeftModel.from_pretrained(build("llama", "lssar"), tmp_path)
+
+
 def test_adapters_of_other_models_are_left_alone(build, tokens, tmp_path):
     model = peft.get_peft_model(build("llama"), lora())
     model.save_pretrained(tmp_path)

@@ -51,6 +51,7 @@ def install() -> None:
         if Version(version("peft")) < Version(_OLDEST):
             raise ImportError(f"PEFT {version('peft')} is installed")
         from peft import PeftConfig, get_peft_model_state_dict
+        from peft.tuners.adaption_prompt import AdaptionPromptModel
         from peft.tuners.tuners_utils import BaseTuner
     except ImportError as error:
         warn(
@@ -73,6 +74,15 @@ def install() -> None:
         if runs:
             setattr(adapter, NAME, runs)
             _let_learn(model, any(not one.inference_mode for one in self.peft_config.values()))
+
+    @hook(AdaptionPromptModel, "add_adapter")
+    def add_prompt(original: Any, self: Any, adapter_name: str, config: Any) -> None:
+        if runs := _runs(self.model):
+            raise ValueError(
+                f"adapter {adapter_name!r}: an adaption prompt adds softmax attention of its own to a model that runs "
+                f"{_text(runs)}, and softfocus cannot check it; take LoRA, or a model without a mechanism"
+            )
+        original(self, adapter_name, config)
 
     @hook(PeftConfig, "save_pretrained")
     def save(original: Any, self: Any, save_directory: str, **kwargs: Any) -> None:
