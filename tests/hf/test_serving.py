@@ -4,8 +4,13 @@ import.
 
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import transformers
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import EntryNotFoundError
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 import softfocus.hf
@@ -67,6 +72,65 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
     assert [(file.name, file.read_text(encoding="utf-8")) for file in tmp_path.iterdir()] == [("README.md", "old")]
     write_whole(path, "new")
     assert [(file.name, file.read_text(encoding="utf-8")) for file in tmp_path.iterdir()] == [("README.md", "new")]
+
+
+class Hub:
+    """Holds the files of one repository, in place of huggingface.co."""
+
+    def __init__(self, monkeypatch):
+        self.files, hub = {}, self
+        monkeypatch.setattr(transformers.utils.hub, "hf_api", lambda: hub)
+        monkeypatch.setattr(transformers.modeling_utils, "hf_api", lambda: hub)
+        monkeypatch.setattr(ModelCard, "load", lambda repo_id, token=None: hub.load())
+
+    def load(self):
+        if "README.md" not in self.files:
+            raise EntryNotFoundError("no card")
+        return ModelCard(self.files["README.md"])
+
+    def create_repo(self, repo_id, **kwargs):
+        return SimpleNamespace(repo_id=repo_id)
+
+    def create_commit(self, operations, **kwargs):
+        for one in operations:
+            path = Path(one.path_or_fileobj)
+            self.files[one.path_in_repo] = path.read_bytes().decode() if path.suffix == ".md" else None
+
+
+def push(model, tmp_path):
+    model.push_to_hub("me/model", tags=["one: two"])
+
+
+def save_and_push(model, tmp_path):
+    model.add_model_tags("one: two")
+    model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="me/model")
+
+
+@pytest.mark.parametrize("upload", [push, save_and_push])
+def test_the_card_is_pushed_with_the_model(build, tmp_path, monkeypatch, upload):
+    """Transformers writes the hub's card, or a blank one, over ours before it uploads."""
+    hub = Hub(monkeypatch)
+    for mechanism in ("lssar", "ssmax"):  # the second time the hub has ours
+        upload(build("llama", mechanism), tmp_path)
+        card = hub.files["README.md"]
+        assert f"every layer: {mechanism}" in card
+        assert "vLLM, TGI, llama.cpp" in card
+        assert 'LlamaForCausalLM.from_pretrained("me/model")' in card
+        assert ModelCard(card).data.tags == ["softfocus", "one: two"]
+        assert "model.safetensors" in hub.files
+    hub.files["README.md"] += "Mine.\n"
+    own = hub.files["README.md"]
+    upload(build("llama", "lssar"), tmp_path)
+    assert hub.files["README.md"] == own
+
+
+def test_a_pushed_card_that_is_not_blank_is_left_alone(build, tmp_path, monkeypatch):
+    hub = Hub(monkeypatch)
+    push(build("llama"), tmp_path)  # another model: Transformers' card
+    assert "automatically generated" in hub.files["README.md"]
+    hub.files["README.md"] = own = hub.files["README.md"].replace("[More Information Needed]", "Mine.", 1)
+    push(build("llama", "lssar"), tmp_path)
+    assert hub.files["README.md"] == own
 
 
 def test_other_models_get_no_card(build, tmp_path):

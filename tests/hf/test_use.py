@@ -38,8 +38,8 @@ from transformers import (
 
 import softfocus
 import softfocus.hf
+from softfocus.hf import card, layout_of, learned, sharing
 from softfocus.hf import config as entries
-from softfocus.hf import layout_of, learned, sharing
 
 TINY_FALCON = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 61}
 
@@ -67,10 +67,17 @@ def test_without_transformers_the_import_says_what_to_install():
 
 
 def test_hooks_are_installed_once():
-    before = PreTrainedModel.post_init, PreTrainedModel._initialize_weights, PreTrainedConfig.to_dict
-    entries.install()
-    learned.install()
-    assert (PreTrainedModel.post_init, PreTrainedModel._initialize_weights, PreTrainedConfig.to_dict) == before
+    hooked = [
+        (PreTrainedModel, "post_init"),
+        (PreTrainedModel, "_initialize_weights"),
+        (PreTrainedModel, "_upload_modified_files"),
+        (PreTrainedConfig, "save_pretrained"),
+        (PreTrainedConfig, "to_dict"),
+    ]
+    before = [getattr(owner, name) for owner, name in hooked]
+    for module in (entries, learned, card):
+        module.install()
+    assert [getattr(owner, name) for owner, name in hooked] == before
     assert inspect.unwrap(before[0]).__module__ == "transformers.modeling_utils"
 
 
