@@ -49,6 +49,7 @@ from transformers import (
     StaticCache,
 )
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import softfocus
 import softfocus.hf
@@ -1040,6 +1041,16 @@ def test_what_cannot_be_laid_out_is_refused(build):
             softfocus.hf.use(llama_4(), {"*": {"mechanism": "lssar"} | change})
 
 
+class ToldRotaryEmbedding(LlamaRotaryEmbedding):
+    """Made of more than its config, as Molmo2's; the config that it keeps does not say so."""
+
+    def __init__(self, config, told=None):
+        other = copy.deepcopy(config)
+        other.rope_parameters |= told or {}
+        super().__init__(other)
+        self.config = config
+
+
 def test_bases_of_rope_that_cannot_be_set_are_refused(build):
     based = {"mechanism": "lssar", "rope_base": BASE}
     for make in (sharing, lambda: build("t6")):
@@ -1058,6 +1069,13 @@ def test_bases_of_rope_that_cannot_be_set_are_refused(build):
     model.model.rotary_emb = FixedRotaryEmbedding(model.config)
     with pytest.raises(ValueError, match=r"FixedRotaryEmbedding does not take its base from config.rope_parameters"):
         softfocus.hf.use(model, {"*": based})
+    model.config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    for told in ({"rope_type": "default"}, {"factor": 2.0}, {"rope_type": "yarn"}):
+        model.model.rotary_emb = ToldRotaryEmbedding(model.config, told)
+        with pytest.raises(ValueError, match=r"ToldRotaryEmbedding does not take its base from config.rope_parameters"):
+            softfocus.hf.use(model, {"*": based})
+    model.model.rotary_emb = ToldRotaryEmbedding(model.config).bfloat16().float()  # rounded, but of its config alone
+    softfocus.hf.use(model, {"*": based})
     one = LlamaConfig(**SIZES | {"hidden_size": 8})
     with pytest.raises(ValueError, match="rope_base: LlamaRotaryEmbedding has one wavelength, which no base changes"):
         softfocus.hf.use(AutoModelForCausalLM.from_config(one), {"*": based})

@@ -124,9 +124,9 @@ def _with_base(rotary: nn.Module, base: float) -> nn.Module:
     # Some architectures hold one table for each layer type, and None for layers without RoPE
     tables = [parameters] if "rope_theta" in parameters else [t for t in parameters.values() if isinstance(t, dict)]
     kind: Any = type(rotary)
-    refusal = f"rope_base: {kind.__name__} does not take its base from config.rope_parameters; leave it out"
+    refusal = f"rope_base: {kind.__name__} does not take its base from config.rope_parameters alone; leave it out"
     own = {table.get("rope_theta") for table in tables}
-    if not own or None in own:
+    if not own or None in own or not _is_of_config_alone(rotary):
         raise ValueError(refusal)
     for table in tables:
         table["rope_theta"] = base
@@ -140,6 +140,26 @@ def _with_base(rotary: nn.Module, base: float) -> nn.Module:
     other.to(pairs[0][0].device)
     other.base = base  # type: ignore[assignment]
     return other
+
+
+def _is_of_config_alone(rotary: Any) -> bool:
+    """Whether its class makes the same from its config. Molmo2's may be told to leave the scaling
+    out, and another one that is made of the config would have it.
+    """
+    again = type(rotary)(copy.deepcopy(rotary.config))
+    numbers = [name for name in vars(rotary) if name.endswith(("rope_type", "attention_scaling"))]
+    if any(getattr(rotary, name) != getattr(again, name, None) for name in numbers):
+        return False
+    tables = dict(again.named_buffers(recurse=False))
+    for name, have in rotary.named_buffers(recurse=False):
+        if name.endswith("original_inv_freq"):  # inv_freq itself follows the length in dynamic NTK
+            made = tables.get(name)
+            if made is None or made.shape != have.shape:
+                return False
+            # As far apart as rounding to 16 bits brings them, or another device
+            if not have.is_meta and not torch.allclose(have.float(), made.to(have.device).float(), 2**-7, 2**-23):
+                return False
+    return True
 
 
 def _append_tables(rotary: nn.Module, args: Any, kwargs: dict[str, Any], own: Any) -> Any:
