@@ -100,7 +100,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if isinstance(query, Tensor) and query.is_nested:
             raise TypeError(
                 "query: got a nested tensor, expected a dense one; build torch.nn.TransformerEncoder with "
-                "enable_nested_tensor=False"
+                "enable_nested_tensor=False, or set encoder.use_nested_tensor = False in one that is built"
             )
         for name, x, size in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
             validation.check_class(name, x)

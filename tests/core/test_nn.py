@@ -149,6 +149,20 @@ def test_torchs_encoder_runs_the_mechanism_in_evaluation_too(padded):
     assert not torch.allclose(other(x), layer(x), atol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_that_was_built_before_the_swap_is_told_not_to_nest():
+    layer = torch.nn.TransformerEncoderLayer(E, H, 32, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2).eval()
+    for one in encoder.layers:
+        one.self_attn = MultiheadAttention(E, H, batch_first=True)
+    padded = {"src": torch.randn(N, L, E), "src_key_padding_mask": torch.arange(L) >= torch.tensor([L, 3, 4])[:, None]}
+    with torch.no_grad():
+        with pytest.raises(TypeError, match=r"^query: got a nested .* set encoder\.use_nested_tensor = False in one"):
+            encoder(**padded)
+        encoder.use_nested_tensor = False
+        assert encoder(**padded).shape == (N, L, E)
+
+
 @pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 4}, {"add_bias_kv": True}], ids=str)
 def test_parameters_are_reset_as_torchs_are(options):
     """As after a meta device, whose tensors come without numbers."""
