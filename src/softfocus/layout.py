@@ -65,14 +65,11 @@ class Heads:
         if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
             raise ValueError(f"sinks: got {self.sinks!r}, expected a whole number of at least 0")
         if self.sinks and (self.window is None or self.sinks >= self.window):
-            raise ValueError(
-                f"sinks: got {self.sinks} with window={self.window}; sinks stand beside a window that is "
-                f"longer than they are"
-            )
+            what = "sinks stand beside a window that is longer than they are"
+            raise ValueError(f"sinks: got {self.sinks} with window={self.window}; {what}")
         if isinstance(self.rope, bool) or not isinstance(self.rope, int | float) or not 0 <= self.rope <= 1:
-            raise ValueError(
-                f"rope: got {self.rope!r}, expected a share from 0 (no rotary embedding) to 1 (the model's own)"
-            )
+            what = "expected a share from 0 (no rotary embedding) to 1 (the model's own)"
+            raise ValueError(f"rope: got {self.rope!r}, {what}")
         object.__setattr__(self, "rope", float(self.rope))
         if (base := self.rope_base) is not None:
             if isinstance(base, bool) or not isinstance(base, int | float) or not 1 < base < inf:
@@ -152,6 +149,9 @@ class Layout:
         for kind in self.kinds:
             if not kind or (len(kind) > 1 and any(group.heads is None for group in kind)):
                 raise ValueError(f"kinds: got {kind!r}, expected groups that say how many heads they have")
+
+    def __deepcopy__(self, memo: Any) -> "Layout":
+        return self  # frozen: a copied model and its config go on sharing it, known by its identity
 
     @classmethod
     def alike(cls, heads: Heads) -> "Layout":

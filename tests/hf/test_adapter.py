@@ -138,6 +138,7 @@ class Call:
         entry = softfocus.hf.config.Entry(softfocus.hf.Layout.alike(heads), masks="sdpa")
         self.module = torch.nn.Module()
         self.module.config, self.module.is_causal = SimpleNamespace(softfocus=entry), causal
+        self.module._softfocus_layout = entry.layout
         make = torch.Generator().manual_seed(0)
         self.query = torch.randn(2, 4, lengths[0], 8, generator=make, dtype=torch.float64)
         self.key, self.value = torch.randn(2, 2, 2, lengths[1], 8, generator=make, dtype=torch.float64)

@@ -533,7 +533,7 @@ class Module(torch.nn.Module):
             (),
             {"softfocus": softfocus.hf.config.Entry(layout, masks="sdpa"), "num_attention_heads": total},
         )()
-        self.is_causal = True
+        self.is_causal, self._softfocus_layout = True, layout
 
 
 @pytest.mark.parametrize("mask", [None, "shared", "by head"])

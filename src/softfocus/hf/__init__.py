@@ -213,9 +213,9 @@ def assign(target: PreTrainedModel | PreTrainedConfig, mechanism: str | Mechanis
 
     All parts of a composite model get it, as by :func:`use`, also those that run their own
     attention. The same heads must learn the same as in the layout that is there. Other models that
-    share the config object change, too; :func:`use` gives a model a config of its own. A config
-    that is given alone changes for models that are built later. Adapters that are trained are saved
-    as adapters of what is assigned; a :func:`window` does not change that.
+    share the config object then refuse to run; :func:`use` gives a model a config of its own. A
+    config that is given alone changes for models that are built later. Adapters that are trained
+    are saved as adapters of what is assigned; a :func:`window` does not change that.
 
     Raises:
         ValueError: :func:`use` was never called on the target, other heads would learn something, a

@@ -32,6 +32,10 @@ SAVED = "softfocus: import softfocus.hf before loading this model"
 model without softfocus.
 """
 _INTERNAL = "_attn_implementation_internal"
+BUILT = "_softfocus_layout"
+"""The attribute of an attention module with the layout that it was built or changed for. Models
+keep the config that they are given, so another may write a layout into it that this one never got.
+"""
 
 
 def _frozen(value: Any) -> Any:
@@ -146,9 +150,24 @@ def layouts(config: PreTrainedConfig) -> dict[str, Layout]:
 
 
 def layer_of(module: Any) -> Layer | None:
-    """The groups of heads of an attention module, None where its config has no entry."""
+    """The groups of heads of an attention module, None where its config has no entry.
+
+    Raises:
+        ValueError: the config has another layout than the module was built or changed for.
+    """
     layout = layout_of(module.config)
-    return None if layout is None else layout.layer(getattr(module, "layer_idx", None))
+    if layout is None:
+        return None
+    built = getattr(module, BUILT, None)
+    if built is not layout and built != layout:  # every forward asks: copies share the object
+        runs = built or "Transformers' own attention"
+        raise ValueError(
+            f"{type(module).__name__} was built for {runs}, and its config now says {layout}: the config was changed "
+            "after the model was built, as for another model that shares it. Give each model a config of its own, "
+            "copy.deepcopy(config), or call softfocus.hf.use(model, ...) on the model itself; assign and window keep "
+            "what it has learned"
+        )
+    return layout.layer(getattr(module, "layer_idx", None))
 
 
 def tree(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:

@@ -19,7 +19,7 @@ from transformers import initialization as init
 from softfocus.catalog import LEARNABLE
 from softfocus.contract import FLOATING
 from softfocus.hf import rotary
-from softfocus.hf.config import hook, layer_of, layout_of, tree
+from softfocus.hf.config import BUILT, hook, layer_of, layout_of, tree
 from softfocus.hf.masks import mark
 from softfocus.layout import Layer, Layout, config_of_layer, kind_text
 
@@ -122,6 +122,8 @@ def equip(module: nn.Module) -> None:
     New parameters are in the device (meta included) and dtype of the module's weights, and hold
     their initial values.
     """
+    layout: Any = layout_of(module.config)
+    setattr(module, BUILT, layout)
     layer = layer_of(module) or ()
     for argument in LEARNABLE:
         name = PREFIX + argument

@@ -15,7 +15,7 @@ from weakref import WeakSet
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from softfocus.hf.config import hook, layout_of, tree
+from softfocus.hf.config import hook, layer_of, layout_of, tree
 from softfocus.hf.learned import attention_modules
 from softfocus.warn import warn
 
@@ -29,6 +29,8 @@ def install() -> None:
 
     @hook(PreTrainedModel, "save_pretrained")
     def save_pretrained(original: Any, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        for module in attention_modules(self):
+            layer_of(module)  # refuses a config that was changed behind the model's back
         _refuse_unsaved(self)
         return original(self, *args, **kwargs)
 
