@@ -104,8 +104,9 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
 
     Raises:
         ValueError: an unknown mechanism or parameter value, a layout that does not fit the model,
-            an architecture that computes its attention itself, or a part that shares its config
-            with another part, as BART's encoder with its decoder.
+            an architecture that computes its attention itself, a part that shares its config with
+            another part, as BART's encoder with its decoder, or a mechanism that learns in a model
+            whose weights are sharded (FSDP) or offloaded.
         TypeError: not a model, config, mechanism or layout, or an unknown parameter.
 
     Warns:
@@ -129,6 +130,7 @@ def use(target: Target, mechanism: str | Mechanism | Mapping[Any, Any] | Layout,
         _refusals.warn_of_keys_that_count(target)
     if layout.layers is not None:
         _learned.refuse_other_layers(modules, layout)
+    _refusals.refuse_new_parameters(_sharing.outermost(target), modules, layout)
     _sharing.separate(target)
     with _as_it_was_after_an_error(target):
         for module in modules:
@@ -270,7 +272,12 @@ def _config_of(target: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:
     if not isinstance(target, PreTrainedConfig | PreTrainedModel):
         raise TypeError(
             f"target: got {type(target).__name__}, expected a Transformers model or config; "
-            "of a wrapped model (compiled, PEFT, DDP) give the model inside"
+            + (
+                "what use() adds to a model that is wrapped already is not synchronised: call it before wrapping. "
+                "To assign(), window() and explain() give the model inside"
+                if type(target).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
+                else "of a wrapped model (compiled, PEFT) give the model inside"
+            )
         )
     return target if isinstance(target, PreTrainedConfig) else target.config
 

@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -99,14 +100,14 @@ def heads(module: nn.Module) -> int:
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """A tensor in the dtype and on the device of a module's weights. Weights of 8 bits count for
-    their device alone, float32 stands for their dtype.
+    """A tensor in the dtype and on the device of a module's weights. Weights of 8 or 4 bits, which
+    may be buffers, count for their device alone; float32 stands for their dtype.
     """
-    weights = [parameter for parameter in module.parameters() if parameter.is_floating_point()]
-    usual = next((weight for weight in weights if weight.dtype in FLOATING), None)
-    if usual is not None or not weights:
-        return torch.empty(0) if usual is None else usual
-    return torch.empty(0, device=weights[0].device)
+    usual = next((weight for weight in module.parameters() if weight.dtype in FLOATING), None)
+    if usual is not None:
+        return usual
+    held = next(chain(module.parameters(), module.buffers()), None)
+    return torch.empty(0, dtype=torch.float32, device=None if held is None else held.device)
 
 
 def take_off(module: nn.Module) -> None:

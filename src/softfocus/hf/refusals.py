@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from softfocus.hf import learned
 from softfocus.hf.backends import own_attention
 from softfocus.hf.config import tree
-from softfocus.layout import Layer
+from softfocus.layout import Layer, Layout
 from softfocus.warn import warn
 
 _REFUSED = {
@@ -83,6 +83,32 @@ def refuse_without_dispatch(model: PreTrainedModel, modules: list[nn.Module]) ->
             f"softfocus.hf.use: {type(model).__name__} keeps softmax in {', '.join(kept)}, which computes it by itself",
             UserWarning,
         )
+
+
+def refuse_new_parameters(whole: PreTrainedModel, modules: list[nn.Module], layout: Layout) -> None:
+    """Refuse a layout whose heads learn in modules to which no parameter can be added any more.
+
+    Args:
+        whole: the outermost model, which knows where its weights are.
+        modules: the attention modules that would run the layout.
+        layout: what they would run.
+    """
+    placed = any(hasattr(module, "hf_device_map") for module in whole.modules())
+    for module in modules:
+        names = [name for group in layout.layer(getattr(module, "layer_idx", None)) for name in group.learned]
+        if not names:
+            continue
+        what = f"{type(module).__name__}: the mechanism learns {names[0]}, and the module's weights are"
+        if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):  # DTensors
+            raise ValueError(
+                f"{what} sharded already (DTensor), so that nothing would synchronise it; call softfocus.hf.use() on "
+                "the model before wrapping it in DDP or FSDP, or on the config before it is loaded"
+            )
+        if placed and learned.weight_of(module).is_meta:
+            raise ValueError(
+                f"{what} offloaded (device meta), so that it would never get a value; call softfocus.hf.use() on the "
+                "config before loading: from_pretrained(..., config=config, device_map=...)"
+            )
 
 
 def dropout_of(config: PreTrainedConfig) -> tuple[str, float] | None:
