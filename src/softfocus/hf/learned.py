@@ -5,10 +5,8 @@ on every attention module whose layout asks for them. A model gets them while it
 any weight is loaded, so they train, save and load like its own.
 """
 
-import inspect
 import re
 from collections.abc import Iterator
-from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -22,28 +20,13 @@ from softfocus.contract import FLOATING
 from softfocus.hf import rotary
 from softfocus.hf.config import BUILT, hook, layer_of, layout_of, tree
 from softfocus.hf.masks import mark
+from softfocus.hf.source import source
 from softfocus.layout import Layer, Layout, config_of_layer, kind_text
 
 PREFIX = "softfocus_"
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 _CROSS = re.compile(r"cross|encoder_attn|EncDec", re.IGNORECASE)
 _SOFTMAX = re.compile(r"softmax\(|Softmax\(|scaled_dot_product_attention\(|multi_head_attention_forward\(")
-
-
-@cache
-def source(kind: Any) -> str:
-    """The source of a class and its bases below ``nn.Module``; empty where there is none to
-    read.
-    """
-    sources = []
-    for base in kind.__mro__:
-        if base is nn.Module:
-            break
-        try:
-            sources.append(inspect.getsource(base))
-        except (OSError, TypeError):
-            continue
-    return "\n".join(sources)
 
 
 def _dispatches(kind: Any) -> bool:

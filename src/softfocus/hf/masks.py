@@ -10,8 +10,6 @@ queries early, so that None would no longer mean what it says. They get SDPA's m
 None for a causal one.
 """
 
-import inspect
-from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from softfocus.hf.config import NAME, tree
+from softfocus.hf.source import source
 
 SDPA, FULL, EAGER = "sdpa", "full", "eager"
 
@@ -68,9 +67,6 @@ def mark(model: PreTrainedModel) -> None:
             entry.masks = EAGER if id(config) in eager else FULL if id(config) in full else SDPA
 
 
-@cache
 def _has_an_exception(kind: Any) -> bool:
-    try:
-        return '_attn_implementation == "sdpa"' in inspect.getsource(kind)
-    except (OSError, TypeError):  # a class without a file
-        return False
+    """Of a subclass, or a class that FSDP has made, its bases say so."""
+    return '_attn_implementation == "sdpa"' in source(kind)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from softfocus.hf.learned import source
+from softfocus.hf.source import source
 from softfocus.layout import config_of_layer
 
 _WHOLE = 'sliding_window=getattr(self.config, "sliding_window"'  # Mistral: every layer, whatever its type
