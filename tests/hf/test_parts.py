@@ -5,24 +5,40 @@ their own attention, and around wrapped models.
 import pytest
 import torch
 from transformers import (
+    BertConfig,
+    BertModel,
     CLIPVisionConfig,
+    CLIPVisionModel,
     DistilBertConfig,
     DistilBertModel,
     FalconConfig,
     FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaModel,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaModel,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    T5Config,
+    T5EncoderModel,
+    ViTConfig,
+    ViTModel,
 )
 
 import softfocus.hf
+from softfocus.hf.t6 import T6Config, T6ForCausalLM
 from softfocus.layout import resolve
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+OPT = {
+    "hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 61,
+    "word_embed_proj_dim": 32,
+}  # fmt: skip
 
 
 def llava():
@@ -178,6 +194,32 @@ def test_heads_learn_in_float32_beside_weights_of_eight_bits(build):
     softfocus.hf.use(model, "ssmax")
     assert model.model.layers[0].self_attn.softfocus_head_scale.dtype == torch.float32
     assert "learned head_scale from 0.43" in softfocus.hf.explain(model)
+
+
+@pytest.mark.filterwarnings("ignore:softfocus.hf.use. the config has")
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=61)),
+        lambda: BertModel(BertConfig(**SIZES, vocab_size=61)),
+        lambda: DistilBertModel(DistilBertConfig(dim=32, hidden_dim=32, n_layers=2, n_heads=4, vocab_size=61)),
+        lambda: T5EncoderModel(T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, vocab_size=61)),
+        lambda: OPTForCausalLM(OPTConfig(**OPT, attention_dropout=0.1)),
+        lambda: CLIPVisionModel(CLIPVisionConfig(**SIZES, image_size=8, patch_size=4, attention_dropout=0.1)),
+        lambda: ViTModel(ViTConfig(**SIZES, image_size=8, patch_size=4, attention_probs_dropout_prob=0.1)),
+        lambda: T6ForCausalLM(T6Config(**SIZES, head_dim=8, vocab_size=61, attention_dropout=0.1)),
+    ],
+    ids=["gpt2", "bert", "distilbert", "t5", "opt", "clip", "vit", "t6"],
+)
+def test_explain_sees_the_dropout_of_a_model_in_training(build):
+    """Which every architecture keeps under a name of its own."""
+    model = softfocus.hf.use(build(), "laser")
+    assert softfocus.hf.explain(model.eval()).endswith("backend cpu")
+    told = softfocus.hf.explain(model.train())
+    assert "backend none (dropout_p: got 0.1 with a LASER mechanism" in told
+    ids, image = torch.ones(1, 4, dtype=torch.long), torch.ones(1, 3, 8, 8)
+    with pytest.raises(ValueError, match=r"^dropout_p: got 0\.1 with a LASER mechanism"):
+        model(image if model.main_input_name == "pixel_values" else ids)
 
 
 def test_the_card_of_t6_imports_it_from_softfocus(build, tmp_path):

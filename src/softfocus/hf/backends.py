@@ -2,7 +2,10 @@
 layer will hand over.
 """
 
+import re
 from itertools import takewhile
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,9 +15,11 @@ from softfocus.functional import explain
 from softfocus.hf.config import layer_of, layout_of
 from softfocus.hf.learned import attention_modules, heads, is_causal, weight_of
 from softfocus.hf.own import own
+from softfocus.hf.source import source
 from softfocus.layout import Heads, Layout, config_of_layer
 
 _LENGTH = 128
+_DROPOUT = re.compile(r"\bdropout=(?=[^\n]*self\.training)(?:0\.0 if not self\.training else )?self\.([\w.]+)")
 _FUSED = {"cpu": "cpu", "cuda": "triton"}
 
 
@@ -83,7 +88,7 @@ def _backend(module: nn.Module, group: Heads) -> str:
         return "not known (the module does not say how large a head is)"
     query = torch.empty(1, group.heads or heads(module), _LENGTH, size, dtype=weight.dtype, device=weight.device)
     query.requires_grad_(module.training)
-    causal, dropout = is_causal(module), getattr(module, "attention_dropout", 0.0)
+    causal = is_causal(module)
     learned = {name: query.new_ones(query.shape[1]) for name in group.learned}
     window = None if group.window is None else (group.window - 1, 0 if causal else group.window - 1)
     try:
@@ -92,7 +97,7 @@ def _backend(module: nn.Module, group: Heads) -> str:
             mechanism=group.mechanism,
             is_causal=causal,
             window_size=window,
-            dropout_p=dropout if module.training and isinstance(dropout, float) else 0.0,
+            dropout_p=_dropout(module) if module.training else 0.0,
             head_scale=learned.get("head_scale"),
             power=learned.get("power"),
         )
@@ -100,6 +105,16 @@ def _backend(module: nn.Module, group: Heads) -> str:
         return f"none ({error})"
     fused = _FUSED.get(query.device.type, found.backend)
     return found.backend if found.backend == fused else f"{found.backend} (not {fused}: {found.reasons[fused]})"
+
+
+def _dropout(module: nn.Module) -> float:
+    """The probability that a module in training passes on, by the attribute that its source names:
+    ``attention_dropout``, or ``attn_dropout.p`` in GPT-2.
+    """
+    kind: Any = type(module)
+    found = _DROPOUT.search(source(kind))
+    value = attrgetter(found[1])(module) if found else getattr(module, "attention_dropout", 0.0)
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _head_size(module: nn.Module) -> int | None:
