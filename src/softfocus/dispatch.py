@@ -27,7 +27,7 @@ def _why_not_auto(name: str) -> str | None:
         return "only when asked for by name"
     if name == "triton":
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        if not _trusted() and not switched_on(TRITON, default=not interpreted):
+        if not _trusted() and not switched_on(TRITON, not interpreted, "trusted"):
             why = "in Triton's interpreter " if interpreted else ""
             return f"{why}only when asked for by name, or with {TRITON}=on"
     return None

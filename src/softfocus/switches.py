@@ -3,8 +3,9 @@
 import os
 
 
-def switched_on(name: str, default: bool) -> bool:
-    """Whether an environment variable says on; ``default`` where it is not set.
+def switched_on(name: str, default: bool, *others: str) -> bool:
+    """Whether an environment variable says on; ``default`` where it is not set. ``others`` are the
+    values that the caller reads itself, for the error.
 
     Raises:
         ValueError: it says neither on nor off.
@@ -15,5 +16,6 @@ def switched_on(name: str, default: bool) -> bool:
     if setting in ("off", "0", "false", "no"):
         return False
     if setting:
-        raise ValueError(f"{name}={setting} is neither on nor off; set it to one of them, or unset it")
+        *most, last = "on", "off", *others
+        raise ValueError(f"{name}={setting} is neither {', '.join(most)} nor {last}; set it to one, or unset it")
     return default

@@ -1501,7 +1501,7 @@ def test_auto_takes_them_where_the_environment_says_so(monkeypatch):
     wide = torch.ones(1, 1, 4, 264, device=DEVICE)
     assert explain(wide, wide, wide).backend == "tiled"
     monkeypatch.setenv("SOFTFOCUS_TRITON", "perhaps")
-    with pytest.raises(ValueError, match="SOFTFOCUS_TRITON=perhaps is neither on nor off"):
+    with pytest.raises(ValueError, match="SOFTFOCUS_TRITON=perhaps is neither on, off nor trusted"):
         explain(query, query, query)
 
 

@@ -246,6 +246,12 @@ def test_a_model_of_ones_own_without_post_init(build, tokens):
         ("lsar", {}, ValueError, "did you mean 'lssar'"),
         (3, {}, TypeError, "mechanism: got int"),
         ("lssar", {"head_scales": 1.0}, TypeError, "'head_scales'; did you mean 'head_scale'"),
+        (
+            "lssar",
+            {"window": 64},
+            TypeError,
+            r"name 'window'; write a layout: {'\*': {'mechanism': 'lssar', 'window': 64}}",
+        ),
         ("lssar", {"temperature": 1.0}, TypeError, "they are head_scale, power"),
         ("lssar", {"head_scale": "1"}, ValueError, "head_scale: got '1', expected a finite number"),
         ("lssar", {"head_scale": float("nan")}, ValueError, "finite"),

@@ -66,3 +66,8 @@ def test_nobody_listens_afterwards(build, tokens):
     with torch.no_grad(), softfocus.hf.watch(calls.append), softfocus.hf.watch(lambda call: None):
         assert torch.equal(model(tokens(1, 5)).logits, expected)
     assert len(calls) == 2
+
+
+def test_a_listener_that_cannot_be_called_is_refused_at_once():
+    with pytest.raises(TypeError, match=r"^listener: got None, expected a function"), softfocus.hf.watch(None):
+        pass

@@ -28,7 +28,7 @@ such a model there.
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 try:
@@ -58,6 +58,7 @@ from softfocus.warn import warn
 
 __all__ = ["Call", "Heads", "Layout", "assign", "explain", "layout_of", "use", "watch", "window"]
 
+_OF_HEADS = {field.name for field in fields(Heads)}
 Target = TypeVar("Target", bound=PreTrainedModel | PreTrainedConfig)
 
 AttentionInterface.register(_config.NAME, attention_forward)
@@ -290,6 +291,9 @@ def _layouts(target: PreTrainedModel | PreTrainedConfig) -> list[tuple[PreTraine
 
 def _layout(mechanism: Any, parameters: dict[str, float], config: PreTrainedConfig) -> Layout:
     if not isinstance(mechanism, Mapping | Layout):
+        if misplaced := {key: value for key, value in parameters.items() if key in _OF_HEADS}:
+            spec = {"*": {"mechanism": mechanism, **misplaced}}
+            raise TypeError(f"nothing is learned under the name {next(iter(misplaced))!r}; write a layout: {spec}")
         return Layout.alike(Heads(mechanism=mechanism, parameters=tuple(parameters.items())))
     if parameters:
         raise TypeError(

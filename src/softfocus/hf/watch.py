@@ -41,7 +41,12 @@ def watch(listener: Callable[[Call], None]) -> Iterator[None]:
 
         with softfocus.hf.watch(show):
             model(input_ids)
+
+    Raises:
+        TypeError: a listener that cannot be called.
     """
+    if not callable(listener):
+        raise TypeError(f"listener: got {listener!r}, expected a function of one softfocus.hf.Call; hand one over")
     listeners.append(listener)
     try:
         yield
