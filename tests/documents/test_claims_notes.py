@@ -6,6 +6,8 @@ import json
 import re
 import statistics
 
+from softfocus.lab.claims import claim as claims
+from softfocus.lab.claims.verdict import judge
 from softfocus.lab.report.points import cell
 
 from .committed import FAR, HERE, RESULTS, WINDOWED, by_row, claim, minus, of_pages
@@ -170,3 +172,12 @@ def test_what_is_found_of_log_n_of_vision_and_of_t6_is_measured():
     swept = by_row("llama-learning-rates")
     llama = {rate: cell(swept[f"llama_softmax-{rate}"], *HERE).loss for rate in ("half", "twice")}
     assert cell(rows["llama_softmax"], *HERE).loss < min(llama.values()), "T6's rates are tested with its own claim"
+
+
+def test_the_first_three_seeds_of_the_vit_are_the_measured_ones():
+    found = claim("laser-vit")
+    first = found.model_copy(update={"runs": [run for run in found.runs if run.info.seed < 3]})
+    _, losses = judge(claims.load("laser-vit"), first)
+    words = note("laser-vit", "At the scale `toy` three seeds")
+    assert losses.verdict == "inconclusive"
+    assert f"(losses: {losses.shown.text.rpartition(': ')[2]})" in words
