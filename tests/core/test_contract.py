@@ -352,7 +352,7 @@ def test_a_gradient_that_a_backend_forgets_is_said(left_out, monkeypatch):
     [
         ({"features": ()}, {"bias": torch.zeros(4, 4)}, "bias is not supported"),
         ({"features": ("bias",)}, {"key_mask": torch.ones(1, 4, dtype=torch.bool)}, "key_mask is not supported"),
-        ({"features": ("bias",)}, {"attn_mask": torch.ones(4, 4)}, "mask is not supported"),
+        ({"features": ("bias",)}, {"attn_mask": torch.full((4, 4), 0.5)}, "mask is not supported"),
         ({"features": ("mask",)}, {"dropout_p": 0.5}, "dropout is not supported"),
         ({"laser": False}, {"mechanism": "laser"}, "laser=True is not supported"),
         ({"reweighting": False}, {"mechanism": "lssar"}, "power=15 is not supported"),

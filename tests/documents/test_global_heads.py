@@ -32,6 +32,7 @@ from .committed import (
     recalls,
 )
 from .tables import COLUMNS, said, shown, shown_losses, table, tables_of
+from .test_far_keys import TABLES as FAR_KEYS
 from .test_global_heads_medium import MEDIUM
 from .test_global_heads_small import TABLES as SMALL
 from .test_global_heads_small import apart, apart_at_both, cpus
@@ -537,7 +538,7 @@ def test_what_is_said_of_english_documents_is_measured():
     assert f"{text} Softmax with a previous-token head: {apart(level[0])}." in evidence
 
 
-TABLES = SMALL | MEDIUM | STARTS | {
+TABLES = SMALL | MEDIUM | STARTS | FAR_KEYS | {
     "documents": documents,
     "bpe_longer": bpe_longer, "around": around, "document_rates": document_rates, "longer_texts": longer_texts,
     "losses": losses, "far_keys": far_keys, "recalled": recalled, "other_sizes": other_sizes, "rounding": rounding,

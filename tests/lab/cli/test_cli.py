@@ -133,6 +133,7 @@ def test_mechanisms_of_the_recipe_need_a_scaling(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Path(shutil.copytree(trained, tmp_path / "run"))
+    (run / "evaluation.json").unlink(missing_ok=True)  # of other tests
     text = (run / "recipe.toml").read_text()
     (run / "recipe.toml").write_text(text.replace("mechanisms = []", 'mechanisms = ["lssa"]'))
     for rope, settings in (("none", {"window 1x"}), ("trained", {"as trained", "run as lssa", "window 1x"})):
