@@ -83,6 +83,7 @@ def passkey_table() -> str:
         "softmax-nope-alone": "softmax; then softmax without RoPE",
         "global-heads": "heads as in `demo-global-heads`",
         "global-heads-half": "the same at 5e-4",
+        "hybrid": "LSSA, window of 64; then LSSAR, p = 31, half of RoPE, as in `demo-hybrid`",
     }  # fmt: skip
     groups, times, rows = recalls("passkey"), (1, 2, 4, 16, 64), []
     assert groups.keys() == names.keys()
@@ -227,9 +228,12 @@ def test_what_is_said_of_passkeys_holds_for_every_seed():
     assert "they find {:.2f}, {:.2f} and {:.2f} of the digits at 64x.".format(*heads) in TEXT
     evidence = " ".join((ROOT / "docs/evidence.md").read_text().split())
     assert "trained at 5e-4, find every number at 64x (three seeds)" in evidence
-    for label in by.keys() - {"softmax-nope", "lssa-nope", "lssar-nope", "global-heads", "global-heads-half"}:
+    for label in by.keys() - {"softmax-nope", "lssa-nope", "lssar-nope", "global-heads", "global-heads-half", "hybrid"}:
         assert whole[label, 64] == [0, 0, 0], label
         assert all(seed[8192, False] < 0.2 for seed in by[label]), "near chance"
+    digits = "{:.2f}, {:.2f} and {:.2f}".format(*(seed[8192, False] for seed in by["hybrid"]))
+    numbers = f"{min(whole['hybrid', 64]):.2f} to {max(whole['hybrid', 64]):.2f}"
+    assert f"At 64x they find {digits} of the digits, and the whole number in {numbers} of the sequences." in TEXT
     for n in (2, 4):
         local, plain = ([seed[128 * n, False] for seed in by[label]] for label in ("softmax-local", "Softmax"))
         assert all(ours > rival for ours, rival in zip(local, plain, strict=True))
