@@ -929,6 +929,21 @@ def test_rows_that_claims_share_are_taken_from_either(two: Claim, tmp_path: Path
     )
     assert {name: json_text(run) for name, run in found.items()} == {"a-s0": json_text(before.runs[0])}
     assert earlier_runs.names(known["other"], "toy", tmp_path / "first" / PUBLISHED) == ["a-s0"]
+    # One that lacks a measurement is not taken, and not refused: it is trained
+    inspected = (
+        CLAIM.replace("b = {", "c = {").replace('"b"', '"c"').replace("a = {", 'a = { evaluate.also = ["attention"],')
+    )
+    wanted = parse("inspected", inspected)
+    with pytest.raises(
+        LabError, match=r"holds no inspected/toy/results\.json, and no results of a claim that shares its"
+    ):
+        earlier_runs.runs(wanted, "toy", recipes(wanted, "toy", [0]), tmp_path / "first" / PUBLISHED)
+    inspected = inspected.replace('c = { model.mechanism = "lssar"', 'b = { model.mechanism = "lssar"').replace(
+        '"c"', '"b"'
+    )
+    both = parse("inspected", inspected)
+    found = earlier_runs.runs(both, "toy", recipes(both, "toy", [0]), tmp_path / "first" / PUBLISHED)
+    assert found.keys() == {"b-s0"}
     # One of the same name and another recipe is passed over, if there is one of the same recipe
     rate = f"learning_rate = {tomllib.loads(before.runs[0].recipe)['train']['learning_rate']}"
     changed = [

@@ -72,7 +72,8 @@ def _published(
     claim: Claim, scale: Scale, folder: Path, plan: Sequence[Recipe] = ()
 ) -> dict[str, tuple[Path, Results, Run]]:
     """By "ROW-sSEED": the file, what it holds, and the run. A row is looked for until it is found
-    with the seeds and the recipe of the plan, in the claim's own results first.
+    with the seeds and the recipe of the plan, in the claim's own results first. Runs of another
+    claim that only lack a measurement are not taken.
     """
     remedy = "name one that holds CLAIM/SCALE/results.json, as docs/results/claims does, or leave --from out"
     if not folder.is_dir():
@@ -90,7 +91,10 @@ def _published(
             of_rows = [run for run in results.runs if run.row in shared]
             for run in of_rows:
                 name = f"{run.row}-s{run.info.seed}"
-                same = name not in wanted or not _differing(run, wanted[name])
+                differing = _differing(run, wanted[name]) if name in wanted else []
+                if one is not claim and differing and all(line.startswith("evaluate.") for line in differing):
+                    continue
+                same = not differing
                 if name not in found or (same and name not in alike):
                     found[name] = place, results, run
                 if same:
